@@ -1,0 +1,2 @@
+//! The `rill` program.
+fn main() {}

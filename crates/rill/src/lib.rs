@@ -1,0 +1,2 @@
+//! rill
+pub mod config;
