@@ -1,6 +1,8 @@
 //! The generated tensor lists against what is known of the published checkpoints and against the
 //! headers of the small ones.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
