@@ -1,1 +1,20 @@
-//! rill-format
+//! Reads Hugging Face checkpoints: sharded safetensors with an index, or one file without.
+//!
+//! [`Checkpoint::open`] reads headers only and checks every byte of them; afterwards a tensor's
+//! place in its file is known to be true, and reading it can fail only because the disk or the
+//! file changed. The crate knows names, types, shapes and bytes, and nothing about what the
+//! weights are for.
+
+mod checkpoint;
+mod error;
+mod folder;
+mod header;
+mod index;
+mod read_at;
+mod tensor;
+
+pub use checkpoint::Checkpoint;
+pub use error::FormatError;
+pub use folder::Folder;
+pub use header::{HeaderEntry, parse_header};
+pub use tensor::{Dtype, MAX_RANK, Shape, TensorId, TensorInfo};
