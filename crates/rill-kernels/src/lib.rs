@@ -1,1 +1,30 @@
-//! rill-kernels
+//! Rill's kernels: packed number formats, the arithmetic on them, and the threads that run it.
+//!
+//! Every result is defined, bit for bit, by `docs/arithmetic.md`; [`Kernels::SCALAR`] is that
+//! page in code. Nothing here knows of files, models or tokens.
+
+pub mod math;
+mod matrix;
+mod pool;
+mod scalar;
+mod table;
+
+pub use matrix::{LayoutError, MXFP4_BLOCK, MXFP4_VALUES, Matrix, mxfp4_scale};
+pub use pool::{Pool, PoolError};
+pub use table::Kernels;
+
+/// Cached positions that attention takes at a time, at absolute positions.
+pub const ATTENTION_BLOCK: usize = 64;
+
+/// Distance between a computed value and the exact one, in units in the last place of the
+/// exact one rounded to f32. Infinite when exactly one of them is infinite or NaN.
+pub fn ulp_error(computed: f32, exact: f64) -> f64 {
+    let rounded = exact as f32;
+    if !rounded.is_finite() || !computed.is_finite() {
+        let same =
+            rounded.to_bits() == computed.to_bits() || (rounded.is_nan() && computed.is_nan());
+        return if same { 0.0 } else { f64::INFINITY };
+    }
+    let exponent = ((rounded.to_bits() >> 23) & 0xff).max(1) as i32 - 127;
+    (f64::from(computed) - exact).abs() / 2f64.powi(exponent - 23)
+}

@@ -1,0 +1,54 @@
+//! Tries every binary32 value on every elementary function and prints the largest error in
+//! units in the last place, against binary64.
+//!
+//! `cargo run --release -p rill-kernels --example ulp_sweep [stride]`; a stride above 1 samples.
+//! Exits with 1 when any error is above 2 ulp.
+
+use rill_kernels::{math, ulp_error};
+use std::thread;
+
+type Function = (&'static str, fn(f32) -> f32, fn(f64) -> f64);
+
+const FUNCTIONS: [Function; 4] = [
+    ("exp", math::exp, f64::exp),
+    ("sigmoid", math::sigmoid, |x| 1.0 / (1.0 + (-x).exp())),
+    ("tanh", math::tanh, f64::tanh),
+    ("softplus", math::softplus, |x| x.max(0.0) + (-x.abs()).exp().ln_1p()),
+];
+
+/// Largest error over the bit patterns `first`, `first + step`, …, and where it is.
+fn sweep((_, ours, exact): Function, first: u64, step: u64) -> (f64, f32) {
+    let mut worst = (0.0, 0.0);
+    let mut bits = first;
+    while bits <= u64::from(u32::MAX) {
+        let x = f32::from_bits(bits as u32);
+        if !x.is_nan() {
+            let error = ulp_error(ours(x), exact(f64::from(x)));
+            if error > worst.0 {
+                worst = (error, x);
+            }
+        }
+        bits += step;
+    }
+    worst
+}
+
+fn main() {
+    let stride: u64 = std::env::args().nth(1).map_or(1, |s| s.parse().expect("a stride"));
+    let threads = thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    let mut ok = true;
+    for function in FUNCTIONS {
+        let worst = thread::scope(|scope| {
+            let handles: Vec<_> = (0..threads)
+                .map(|t| scope.spawn(move || sweep(function, t * stride, threads * stride)))
+                .collect();
+            let results = handles.into_iter().map(|h| h.join().expect("a worker panicked"));
+            results.fold((0.0, 0.0), |a, b| if b.0 <= a.0 { a } else { b })
+        });
+        println!("{:<9} {:.3} ulp at {:e}", function.0, worst.0, worst.1);
+        ok &= worst.0 <= 2.0;
+    }
+    if !ok {
+        std::process::exit(1);
+    }
+}

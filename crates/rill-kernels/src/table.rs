@@ -1,0 +1,268 @@
+//! The table of kernels an engine computes with, and the checks in front of it.
+
+use std::fmt;
+
+use crate::matrix::{Data, Matrix};
+use crate::scalar;
+
+/// Declares the table, its scalar entries and, for x86-64, the same source compiled with
+/// fused multiply-add and 256-bit vectors.
+macro_rules! table {
+    ($( $name:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty)?; )*) => {
+        #[derive(Clone, Copy)]
+        struct Table { $( $name: unsafe fn($($ty),*) $(-> $ret)?, )* }
+
+        const SCALAR: Table = Table { $( $name: scalar::$name, )* };
+
+        #[cfg(target_arch = "x86_64")]
+        mod fused {
+            $(
+                #[allow(clippy::too_many_arguments, reason = "the scalar kernel's signature")]
+                #[target_feature(enable = "avx2,fma")]
+                pub(super) fn $name($($arg: $ty),*) $(-> $ret)? {
+                    super::scalar::$name($($arg),*)
+                }
+            )*
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        const FUSED: Table = Table { $( $name: fused::$name, )* };
+    };
+}
+
+table! {
+    dot(w: &[f32], x: &[f32]) -> f32;
+    matmul_f32(w: &[u8], cols: usize, x: &[f32], n: usize, out: &mut [f32]);
+    matmul_bf16(w: &[u8], cols: usize, x: &[f32], n: usize, out: &mut [f32]);
+    matmul_mxfp4(packed: &[u8], scales: &[u8], cols: usize, x: &[f32], n: usize, out: &mut [f32]);
+    columns_f32(w: &[u8], a: &[f32], out: &mut [f32]);
+    columns_bf16(w: &[u8], a: &[f32], out: &mut [f32]);
+    inverse_rms(x: &[f32], eps: f32) -> f32;
+    rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]);
+    l2_normalise(x: &mut [f32], factor: f32);
+    short_conv(x: &mut [f32], history: &mut [f32], taps: &[f32]);
+    decay_bounded(z: &[f32], bias: &[f32], rate: f32, lower_bound: f32, out: &mut [f32]);
+    decay_unbounded(z: &[f32], bias: &[f32], rate: f32, out: &mut [f32]);
+    kda_step(state: &mut [f32], decay: &[f32], q: &[f32], k: &[f32], v: &mut [f32], beta: f32, out: &mut [f32]);
+    attend(q: &[f32], cache: &[f32], scale: f32, out: &mut [f32]);
+    sigmoid_gate(x: &mut [f32], gate: &[f32]);
+    silu_product(gate: &mut [f32], up: &[f32]);
+    situ_product(gate: &mut [f32], up: &[f32], beta: f32, linear_beta: f32);
+    sigmoid(x: &mut [f32]);
+    softmax(x: &mut [f32]);
+    axpy(a: f32, x: &[f32], y: &mut [f32]);
+    add(x: &[f32], y: &mut [f32]);
+    sum(x: &[f32]) -> f32;
+}
+
+/// A set of kernels, chosen once. Every set gives the same bits.
+///
+/// Each method checks its lengths in release builds too and panics when they disagree: that
+/// is a fault of the caller, never of a file.
+#[derive(Clone, Copy)]
+pub struct Kernels {
+    name: &'static str,
+    table: Table,
+}
+
+impl fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kernels({})", self.name)
+    }
+}
+
+/// Calls a table entry. The one place where the table's `unsafe` lives.
+macro_rules! call {
+    ($self:ident.$name:ident($($arg:expr),* $(,)?)) => {{
+        #[expect(unsafe_code, reason = "table entries may need CPU features")]
+        // SAFETY: entries are safe functions whose only requirement is the CPU features they
+        // were compiled for; a table that needs features is stored by `all` alone, which has
+        // checked that this CPU has them.
+        unsafe { ($self.table.$name)($($arg),*) }
+    }};
+}
+
+impl Kernels {
+    /// The specification, compiled for any CPU.
+    pub const SCALAR: Kernels = Kernels { name: "scalar", table: SCALAR };
+
+    /// Every set this CPU can run, the specification first.
+    pub fn all() -> Vec<Kernels> {
+        #[allow(unused_mut, reason = "only some machines have more")]
+        let mut sets = vec![Self::SCALAR];
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            sets.push(Kernels { name: "scalar+fma", table: FUSED });
+        }
+        sets
+    }
+
+    /// The fastest set this CPU can run.
+    pub fn detect() -> Kernels {
+        Self::all().pop().unwrap_or(Self::SCALAR)
+    }
+
+    /// Short name for reports.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Dot product of two vectors.
+    pub fn dot(&self, w: &[f32], x: &[f32]) -> f32 {
+        assert_eq!(w.len(), x.len());
+        call!(self.dot(w, x))
+    }
+
+    /// Sum of a vector.
+    pub fn sum(&self, x: &[f32]) -> f32 {
+        call!(self.sum(x))
+    }
+
+    /// `out[r][t] = w[r] · x[t]`: `x` (n, cols) → `out` (rows, n).
+    pub fn matmul(&self, w: &Matrix<'_>, x: &[f32], n: usize, out: &mut [f32]) {
+        let cols = w.cols();
+        assert_eq!(x.len(), n * cols);
+        assert_eq!(out.len(), w.rows() * n);
+        if out.is_empty() || cols == 0 {
+            out.fill(0.0);
+            return;
+        }
+        match w.data() {
+            Data::F32(bytes) => call!(self.matmul_f32(bytes, cols, x, n, out)),
+            Data::Bf16(bytes) => call!(self.matmul_bf16(bytes, cols, x, n, out)),
+            Data::Mxfp4 { packed, scales } => {
+                call!(self.matmul_mxfp4(packed, scales, cols, x, n, out));
+            }
+        }
+    }
+
+    /// `out[c] = Σ_r a[r]·w[r][c]`: `a` (rows) → `out` (cols).
+    ///
+    /// # Panics
+    /// For MXFP4, which no model multiplies this way.
+    pub fn columns(&self, w: &Matrix<'_>, a: &[f32], out: &mut [f32]) {
+        assert_eq!(a.len(), w.rows());
+        assert_eq!(out.len(), w.cols());
+        if out.is_empty() {
+            return;
+        }
+        match w.data() {
+            Data::F32(bytes) => call!(self.columns_f32(bytes, a, out)),
+            Data::Bf16(bytes) => call!(self.columns_bf16(bytes, a, out)),
+            Data::Mxfp4 { .. } => panic!("columns of an MXFP4 matrix"),
+        }
+    }
+
+    /// `1 / sqrt(mean(x²) + eps)`.
+    pub fn inverse_rms(&self, x: &[f32], eps: f32) -> f32 {
+        call!(self.inverse_rms(x, eps))
+    }
+
+    /// RMSNorm of each row: `x` and `out` (n, w.len()).
+    pub fn rms_norm(&self, x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
+        assert_eq!(x.len(), out.len());
+        assert!(!w.is_empty() && x.len().is_multiple_of(w.len()));
+        for (x, out) in x.chunks_exact(w.len()).zip(out.chunks_exact_mut(w.len())) {
+            call!(self.rms_norm(x, w, eps, out));
+        }
+    }
+
+    /// `x · 1/sqrt(Σx² + 1e-6) · factor`, in place.
+    pub fn l2_normalise(&self, x: &mut [f32], factor: f32) {
+        call!(self.l2_normalise(x, factor));
+    }
+
+    /// One step of the short convolution and SiLU, in place; `history` (kernel − 1, channels)
+    /// moves on by one, `taps` (kernel, channels), both oldest first.
+    pub fn short_conv(&self, x: &mut [f32], history: &mut [f32], taps: &[f32]) {
+        assert!(!x.is_empty() && history.len().is_multiple_of(x.len()));
+        assert_eq!(taps.len(), history.len() + x.len());
+        call!(self.short_conv(x, history, taps));
+    }
+
+    /// Decay factors of one head from the bounded gate.
+    pub fn decay_bounded(
+        &self,
+        z: &[f32],
+        bias: &[f32],
+        rate: f32,
+        lower_bound: f32,
+        out: &mut [f32],
+    ) {
+        assert!(z.len() == bias.len() && z.len() == out.len());
+        call!(self.decay_bounded(z, bias, rate, lower_bound, out));
+    }
+
+    /// Decay factors of one head from the unbounded gate.
+    pub fn decay_unbounded(&self, z: &[f32], bias: &[f32], rate: f32, out: &mut [f32]) {
+        assert!(z.len() == bias.len() && z.len() == out.len());
+        call!(self.decay_unbounded(z, bias, rate, out));
+    }
+
+    /// One step of Kimi Delta Attention for one head: `state` (k.len(), v.len()) moves on,
+    /// `v` is overwritten.
+    #[allow(clippy::too_many_arguments, reason = "the recurrence has this many operands")]
+    pub fn kda_step(
+        &self,
+        state: &mut [f32],
+        decay: &[f32],
+        q: &[f32],
+        k: &[f32],
+        v: &mut [f32],
+        beta: f32,
+        out: &mut [f32],
+    ) {
+        assert!(decay.len() == q.len() && k.len() == q.len());
+        assert!(v.len() == out.len() && !v.is_empty());
+        assert_eq!(state.len(), k.len() * v.len());
+        call!(self.kda_step(state, decay, q, k, v, beta, out));
+    }
+
+    /// Attention of `q` (width) over `cache` (positions ≥ 1, width); `out` (≤ width) becomes
+    /// the weighted mean of the rows' first values.
+    pub fn attend(&self, q: &[f32], cache: &[f32], scale: f32, out: &mut [f32]) {
+        assert!(!q.is_empty() && out.len() <= q.len());
+        assert!(!cache.is_empty() && cache.len().is_multiple_of(q.len()));
+        call!(self.attend(q, cache, scale, out));
+    }
+
+    /// `x = x · sigmoid(gate)`.
+    pub fn sigmoid_gate(&self, x: &mut [f32], gate: &[f32]) {
+        assert_eq!(x.len(), gate.len());
+        call!(self.sigmoid_gate(x, gate));
+    }
+
+    /// `gate = silu(gate) · up`.
+    pub fn silu_product(&self, gate: &mut [f32], up: &[f32]) {
+        assert_eq!(gate.len(), up.len());
+        call!(self.silu_product(gate, up));
+    }
+
+    /// `gate = situ(gate, up)`.
+    pub fn situ_product(&self, gate: &mut [f32], up: &[f32], beta: f32, linear_beta: f32) {
+        assert_eq!(gate.len(), up.len());
+        call!(self.situ_product(gate, up, beta, linear_beta));
+    }
+
+    /// `x = sigmoid(x)`.
+    pub fn sigmoid(&self, x: &mut [f32]) {
+        call!(self.sigmoid(x));
+    }
+
+    /// Softmax in place.
+    pub fn softmax(&self, x: &mut [f32]) {
+        call!(self.softmax(x));
+    }
+
+    /// `y = a·x + y`, fused.
+    pub fn axpy(&self, a: f32, x: &[f32], y: &mut [f32]) {
+        assert_eq!(x.len(), y.len());
+        call!(self.axpy(a, x, y));
+    }
+
+    /// `y = y + x`.
+    pub fn add(&self, x: &[f32], y: &mut [f32]) {
+        assert_eq!(x.len(), y.len());
+        call!(self.add(x, y));
+    }
+}

@@ -1,0 +1,475 @@
+//! Every kernel set against the specification, bit for bit, and the specification against
+//! binary64.
+
+use proptest::prelude::*;
+use rill_kernels::{Kernels, MXFP4_VALUES, Matrix, Pool, math, mxfp4_scale, ulp_error};
+
+/// Small, fast, seeded numbers: xorshift64*.
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    /// Uniform in ±1.
+    fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    fn vec(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.unit()).collect()
+    }
+
+    /// Any bit pattern: infinities, NaN and subnormals among ordinary values.
+    fn wild(&mut self, n: usize) -> Vec<f32> {
+        (0..n)
+            .map(|_| match self.next() % 12 {
+                0 => f32::from_bits(self.next() as u32),
+                1 => f32::from_bits(self.next() as u32 & 0x807f_ffff),
+                _ => self.unit() * 4.0,
+            })
+            .collect()
+    }
+
+    fn bytes(&mut self, n: usize) -> Vec<u8> {
+        (0..n).map(|_| self.next() as u8).collect()
+    }
+}
+
+fn same_bits(what: &str, a: &[f32], b: &[f32]) {
+    assert_eq!(a.len(), b.len(), "{what}");
+    for (i, (a, b)) in a.iter().zip(b).enumerate() {
+        let same = a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+        assert!(same, "{what}: element {i} is {a:e}, the specification says {b:e}");
+    }
+}
+
+/// Runs `f` with every kernel set, demands the specification's bits from each, returns them.
+fn every_set(what: &str, f: impl Fn(&Kernels) -> Vec<f32>) -> Vec<f32> {
+    let reference = f(&Kernels::SCALAR);
+    for set in Kernels::all() {
+        same_bits(&format!("{what} ({})", set.name()), &f(&set), &reference);
+    }
+    reference
+}
+
+fn close(what: &str, got: f32, exact: f64, scale: f64, tolerance: f64) {
+    let error = (f64::from(got) - exact).abs();
+    assert!(error <= tolerance * scale, "{what}: {got:e}, exactly {exact:e}, error {error:e}");
+}
+
+/// A random matrix in one of the formats.
+struct Packed {
+    format: usize,
+    rows: usize,
+    cols: usize,
+    data: Vec<u8>,
+    scales: Vec<u8>,
+}
+
+const FORMATS: usize = 3;
+
+impl Packed {
+    fn random(rng: &mut Rng, format: usize, rows: usize, cols: usize) -> Self {
+        let n = rows * cols;
+        let (data, scales) = match format {
+            0 => (rng.vec(n).iter().flat_map(|w| w.to_le_bytes()).collect(), vec![]),
+            1 => {
+                let values = rng.vec(n);
+                let bf16 = values.iter().flat_map(|w| ((w.to_bits() >> 16) as u16).to_le_bytes());
+                (bf16.collect(), vec![])
+            }
+            _ => (rng.bytes(n / 2), rng.bytes(n / 32).iter().map(|b| 118 + b % 8).collect()),
+        };
+        Self { format, rows, cols, data, scales }
+    }
+
+    fn matrix(&self) -> Matrix<'_> {
+        self.over(&self.data, &self.scales)
+    }
+
+    fn over<'a>(&self, data: &'a [u8], scales: &'a [u8]) -> Matrix<'a> {
+        match self.format {
+            0 => Matrix::f32(self.rows, self.cols, data),
+            1 => Matrix::bf16(self.rows, self.cols, data),
+            _ => Matrix::mxfp4(self.rows, self.cols, data, scales),
+        }
+        .expect("the lengths fit")
+    }
+
+    /// The exact weight, decoded without the crate's help.
+    fn weight(&self, row: usize, col: usize) -> f64 {
+        let at = row * self.cols + col;
+        let b = &self.data;
+        match self.format {
+            0 => {
+                f64::from(f32::from_le_bytes(b[4 * at..4 * at + 4].try_into().expect("four bytes")))
+            }
+            1 => {
+                let bits = u16::from_le_bytes([b[2 * at], b[2 * at + 1]]);
+                f64::from(f32::from_bits(u32::from(bits) << 16))
+            }
+            _ => {
+                let nibble = if col.is_multiple_of(2) { b[at / 2] & 15 } else { b[at / 2] >> 4 };
+                let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(nibble & 7)];
+                let sign = if nibble & 8 == 0 { 1.0 } else { -1.0 };
+                sign * magnitude * 2f64.powi(i32::from(self.scales[at / 32]) - 127)
+            }
+        }
+    }
+}
+
+#[test]
+fn dot_and_sum_agree_on_every_length_up_to_300() {
+    let mut rng = Rng(1);
+    for n in 0..=300 {
+        let (w, x) = (rng.vec(n), rng.vec(n));
+        let got = every_set(&format!("dot of {n}"), |k| vec![k.dot(&w, &x), k.sum(&x)]);
+        let exact: f64 = w.iter().zip(&x).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum();
+        close("dot", got[0], exact, 1.0 + n as f64, 1e-6);
+        close("sum", got[1], x.iter().map(|&x| f64::from(x)).sum(), 1.0 + n as f64, 1e-6);
+        let (w, x) = (rng.wild(n), rng.wild(n));
+        every_set(&format!("wild dot of {n}"), |k| vec![k.dot(&w, &x), k.sum(&x)]);
+    }
+}
+
+#[test]
+fn dot_uses_sixteen_partial_sums_and_the_written_tree() {
+    // Independent of the kernels' code: the definition of docs/arithmetic.md, by index.
+    let mut rng = Rng(2);
+    for n in [1, 15, 16, 17, 100, 300] {
+        let (w, x) = (rng.vec(n), rng.vec(n));
+        let mut p = [0.0f32; 16];
+        for i in 0..n {
+            p[i % 16] = w[i].mul_add(x[i], p[i % 16]);
+        }
+        let a: Vec<f32> = (0..8).map(|j| p[j] + p[j + 8]).collect();
+        let b: Vec<f32> = (0..4).map(|j| a[j] + a[j + 4]).collect();
+        let expected = (b[0] + b[2]) + (b[1] + b[3]);
+        same_bits("dot", &[Kernels::SCALAR.dot(&w, &x)], &[expected]);
+    }
+}
+
+#[test]
+fn matrices_agree_on_every_format_and_alignment_and_with_binary64() {
+    let mut rng = Rng(3);
+    for format in 0..FORMATS {
+        for cols in [32, 64, 96, 160, 288] {
+            let cols = if format == 2 { cols } else { cols + rng.next() as usize % 19 };
+            let rows = 1 + rng.next() as usize % 9;
+            let packed = Packed::random(&mut rng, format, rows, cols);
+            let x = rng.vec(3 * cols);
+            let got = every_set("matmul", |k| {
+                let mut out = vec![0.0; rows * 3];
+                k.matmul(&packed.matrix(), &x, 3, &mut out);
+                out
+            });
+            for (i, got) in got.iter().enumerate() {
+                let terms =
+                    (0..cols).map(|c| packed.weight(i / 3, c) * f64::from(x[i % 3 * cols + c]));
+                let scale: f64 = terms.clone().map(f64::abs).sum();
+                close("matmul", *got, terms.sum(), scale, 3e-7);
+            }
+            // Moving the bytes changes no bits.
+            for shift in 1..4 {
+                let moved = |b: &[u8]| [vec![0; shift], b.to_vec()].concat();
+                let (data, scales) = (moved(&packed.data), moved(&packed.scales));
+                let mut out = vec![0.0; rows * 3];
+                let m = packed.over(&data[shift..], &scales[shift..]);
+                Kernels::detect().matmul(&m, &x, 3, &mut out);
+                same_bits("shifted", &out, &got);
+            }
+        }
+    }
+}
+
+#[test]
+fn many_vectors_get_the_bits_each_gets_alone() {
+    let mut rng = Rng(4);
+    for format in 0..FORMATS {
+        let (rows, cols, n) = (7, 96, 64);
+        let packed = Packed::random(&mut rng, format, rows, cols);
+        let x = rng.wild(n * cols);
+        let kernels = Kernels::detect();
+        let mut together = vec![0.0; rows * n];
+        kernels.matmul(&packed.matrix(), &x, n, &mut together);
+        for t in 0..n {
+            let mut alone = vec![0.0; rows];
+            kernels.matmul(&packed.matrix(), &x[t * cols..][..cols], 1, &mut alone);
+            let column: Vec<f32> = (0..rows).map(|r| together[r * n + t]).collect();
+            same_bits("one of many", &column, &alone);
+        }
+    }
+}
+
+#[test]
+fn every_nibble_and_scale_means_its_published_value() {
+    for e in 0..255u8 {
+        assert_eq!(f64::from(mxfp4_scale(e)), 2f64.powi(i32::from(e) - 127), "scale {e}");
+    }
+    let expected = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    for (n, v) in MXFP4_VALUES.iter().enumerate() {
+        assert_eq!(v.abs(), expected[n % 8]);
+        assert_eq!(v.is_sign_negative(), n >= 8);
+    }
+}
+
+#[test]
+fn the_low_nibble_is_the_even_input() {
+    // Only positions can tell the order: one weight at a time, at every input.
+    for input in 0..32 {
+        let mut packed = [0u8; 16];
+        packed[input / 2] = 2 << (4 * (input % 2));
+        let m = Matrix::mxfp4(1, 32, &packed, &[127]).unwrap();
+        let x: Vec<f32> = (0..32).map(|i| 100.0 + i as f32).collect();
+        let mut out = [0.0];
+        Kernels::detect().matmul(&m, &x, 1, &mut out);
+        assert_eq!(out[0], 100.0 + input as f32);
+    }
+}
+
+#[test]
+fn a_subnormal_mxfp4_scale_is_not_flushed() {
+    let m = Matrix::mxfp4(1, 32, &[0x22; 16], &[0]).unwrap();
+    let mut out = [0.0];
+    Kernels::detect().matmul(&m, &[1.0; 32], 1, &mut out);
+    assert_eq!(out[0], 32.0 * 2f32.powi(-127));
+}
+
+#[test]
+fn bytes_that_are_not_the_matrix_are_refused() {
+    assert!(Matrix::f32(2, 3, &[0; 23]).unwrap_err().to_string().contains("24 bytes"));
+    assert!(Matrix::bf16(2, 3, &[0; 13]).unwrap_err().to_string().contains("found 13"));
+    assert!(Matrix::bf16(usize::MAX, 3, &[]).is_err());
+    assert!(Matrix::mxfp4(1, 33, &[0; 16], &[0]).unwrap_err().to_string().contains("33 columns"));
+    assert!(Matrix::mxfp4(1, 32, &[0; 15], &[0]).unwrap_err().to_string().contains("nibbles"));
+    assert!(Matrix::mxfp4(1, 32, &[0; 16], &[]).unwrap_err().to_string().contains("scales"));
+    let nan = Matrix::mxfp4(2, 64, &[0; 64], &[1, 2, 3, 255]).unwrap_err().to_string();
+    assert!(nan.contains("row 1, inputs 32..64"), "{nan}");
+}
+
+#[test]
+fn row_ranges_are_the_rows() {
+    let mut rng = Rng(5);
+    for format in 0..FORMATS {
+        let packed = Packed::random(&mut rng, format, 9, 64);
+        let x = rng.vec(64);
+        let mut whole = vec![0.0; 9];
+        Kernels::detect().matmul(&packed.matrix(), &x, 1, &mut whole);
+        let mut part = vec![0.0; 4];
+        Kernels::detect().matmul(&packed.matrix().row_range(3..7), &x, 1, &mut part);
+        same_bits("rows 3..7", &part, &whole[3..7]);
+    }
+}
+
+#[test]
+fn any_number_of_threads_gives_the_same_bits() {
+    let mut rng = Rng(6);
+    let (rows, cols) = (301, 256);
+    let packed = Packed::random(&mut rng, 1, rows, cols);
+    let m = packed.matrix();
+    let x = rng.vec(cols);
+    let mut alone = vec![0.0; rows];
+    Kernels::detect().matmul(&m, &x, 1, &mut alone);
+    for threads in [1, 2, 3, 5, 16] {
+        let pool = Pool::new(threads).unwrap();
+        let mut out = vec![0.0; rows];
+        pool.rows(rows, rows * cols, &mut out, |range, out| {
+            Kernels::detect().matmul(&m.row_range(range), &x, 1, out);
+        });
+        same_bits("threads", &out, &alone);
+    }
+}
+
+#[test]
+fn columns_are_the_transposed_product() {
+    let mut rng = Rng(7);
+    for format in 0..2 {
+        for cols in [1, 8, 33, 128] {
+            let rows = 24;
+            let packed = Packed::random(&mut rng, format, rows, cols);
+            let a = rng.vec(rows);
+            let got = every_set("columns", |k| {
+                let mut out = vec![7.0; cols];
+                k.columns(&packed.matrix(), &a, &mut out);
+                out
+            });
+            for (c, got) in got.iter().enumerate() {
+                let exact = (0..rows).map(|r| packed.weight(r, c) * f64::from(a[r])).sum();
+                close("columns", *got, exact, rows as f64, 1e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn kda_step_follows_the_recurrence() {
+    let mut rng = Rng(8);
+    for d in [1, 8, 24, 32, 128] {
+        let start = rng.vec(d * d);
+        let (q, k, v) = (rng.vec(d), rng.vec(d), rng.vec(d));
+        let decay: Vec<f32> = rng.vec(d).iter().map(|x| x.abs()).collect();
+        let beta = 0.7f32;
+        let got = every_set("kda", |kernels| {
+            let (mut state, mut v, mut out) = (start.clone(), v.clone(), vec![0.0; d]);
+            kernels.kda_step(&mut state, &decay, &q, &k, &mut v, beta, &mut out);
+            [state, out].concat()
+        });
+        let f = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
+        let (mut s, q, k, v, a) = (f(&start), f(&q), f(&k), f(&v), f(&decay));
+        for i in 0..d {
+            for j in 0..d {
+                s[i * d + j] *= a[i];
+            }
+        }
+        let u: Vec<f64> = (0..d).map(|j| (0..d).map(|i| k[i] * s[i * d + j]).sum()).collect();
+        for i in 0..d {
+            for j in 0..d {
+                s[i * d + j] += k[i] * f64::from(beta) * (v[j] - u[j]);
+            }
+        }
+        for j in 0..d {
+            let o: f64 = (0..d).map(|i| q[i] * s[i * d + j]).sum();
+            close("output", got[d * d + j], o, d as f64, 1e-6);
+        }
+        for (got, exact) in got.iter().zip(&s) {
+            close("state", *got, *exact, d as f64, 1e-6);
+        }
+    }
+}
+
+#[test]
+fn attention_is_the_softmax_mean_over_any_number_of_blocks() {
+    let mut rng = Rng(9);
+    let (width, rank) = (40, 32);
+    for positions in [1, 2, 63, 64, 65, 128, 200] {
+        let q: Vec<f32> = rng.vec(width).iter().map(|x| 4.0 * x).collect();
+        let cache = rng.vec(positions * width);
+        let got = every_set("attend", |k| {
+            let mut out = vec![0.0; rank];
+            k.attend(&q, &cache, 0.3, &mut out);
+            out
+        });
+        let score = |row: &[f32]| {
+            row.iter().zip(&q).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>() * 0.3
+        };
+        let scores: Vec<f64> = cache.chunks(width).map(score).collect();
+        let max = scores.iter().copied().fold(f64::MIN, f64::max);
+        let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        for (c, got) in got.iter().enumerate() {
+            let terms = scores.iter().zip(cache.chunks(width));
+            let exact = terms.map(|(s, row)| (s - max).exp() / total * f64::from(row[c])).sum();
+            close("attend", *got, exact, 1.0, 2e-6);
+        }
+    }
+}
+
+#[test]
+fn short_convolution_remembers_its_three_previous_inputs() {
+    let mut rng = Rng(10);
+    let channels = 5;
+    let taps = rng.vec(4 * channels);
+    let inputs: Vec<Vec<f32>> = (0..9).map(|_| rng.vec(channels)).collect();
+    let got = every_set("conv", |k| {
+        let mut history = vec![0.0; 3 * channels];
+        let step = |x: &Vec<f32>| {
+            let mut x = x.clone();
+            k.short_conv(&mut x, &mut history, &taps);
+            x
+        };
+        inputs.iter().flat_map(step).collect()
+    });
+    for t in 0..inputs.len() {
+        for c in 0..channels {
+            let seen = (0..4).filter(|tap| t + tap >= 3);
+            let term = |tap: usize| {
+                f64::from(taps[tap * channels + c]) * f64::from(inputs[t + tap - 3][c])
+            };
+            let y: f64 = seen.map(term).sum();
+            close("conv", got[t * channels + c], y / (1.0 + (-y).exp()), 1.0, 1e-6);
+        }
+    }
+}
+
+#[test]
+fn elementwise_kernels_agree_on_every_length_and_on_wild_inputs() {
+    type Step = fn(&Kernels, &mut [f32], &[f32]);
+    let steps: [(&str, Step); 11] = [
+        ("sigmoid_gate", |k, x, y| k.sigmoid_gate(x, y)),
+        ("silu_product", |k, x, y| k.silu_product(x, y)),
+        ("situ_product", |k, x, y| k.situ_product(x, y, 4.0, 25.0)),
+        ("sigmoid", |k, x, _| k.sigmoid(x)),
+        ("softmax", |k, x, _| k.softmax(x)),
+        ("axpy", |k, x, y| k.axpy(0.37, y, x)),
+        ("add", |k, x, y| k.add(y, x)),
+        ("l2_normalise", |k, x, _| k.l2_normalise(x, 0.25)),
+        ("decay_bounded", |k, x, y| k.decay_bounded(y, y, 1.5, -5.0, x)),
+        ("decay_unbounded", |k, x, y| k.decay_unbounded(y, y, 0.5, x)),
+        ("rms_norm", |k, x, y| {
+            if !y.is_empty() {
+                let input = x.to_vec();
+                k.rms_norm(&input, y, 1e-5, x);
+            }
+        }),
+    ];
+    let mut rng = Rng(11);
+    for n in 0..=70 {
+        let (x, y) = (rng.wild(n), rng.wild(n));
+        for (name, step) in steps {
+            every_set(&format!("{name} of {n}"), |k| {
+                let mut x = x.clone();
+                step(k, &mut x, &y);
+                x
+            });
+        }
+    }
+}
+
+#[test]
+fn elementary_functions_stay_within_two_ulp_on_a_sample() {
+    // The whole range is swept by examples/ulp_sweep.rs; this is every 4,099th value.
+    type Function = (&'static str, fn(f32) -> f32, fn(f64) -> f64);
+    let functions: [Function; 4] = [
+        ("exp", math::exp, f64::exp),
+        ("sigmoid", math::sigmoid, |x| 1.0 / (1.0 + (-x).exp())),
+        ("tanh", math::tanh, f64::tanh),
+        ("softplus", math::softplus, |x| x.max(0.0) + (-x.abs()).exp().ln_1p()),
+    ];
+    for (name, ours, exact) in functions {
+        for bits in (0..=u32::MAX).step_by(4099) {
+            let x = f32::from_bits(bits);
+            let error = ulp_error(ours(x), exact(f64::from(x)));
+            assert!(error <= 2.0, "{name}({x:e}) is {error} ulp off");
+        }
+        assert!(ours(f32::NAN).is_nan(), "{name} of NaN");
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_dot_product_of_anything_agrees(
+        pairs in prop::collection::vec((any::<u32>(), any::<u32>()), 0..130),
+    ) {
+        let w: Vec<f32> = pairs.iter().map(|p| f32::from_bits(p.0)).collect();
+        let x: Vec<f32> = pairs.iter().map(|p| f32::from_bits(p.1)).collect();
+        every_set("dot", |k| vec![k.dot(&w, &x)]);
+    }
+
+    #[test]
+    fn random_codes_and_scales_agree(
+        packed in prop::collection::vec(any::<u8>(), 64),
+        scales in prop::collection::vec(0u8..255, 4),
+        x in prop::collection::vec(any::<f32>(), 64),
+    ) {
+        let m = Matrix::mxfp4(2, 64, &packed, &scales).unwrap();
+        every_set("mxfp4", |k| {
+            let mut out = vec![0.0; 2];
+            k.matmul(&m, &x, 1, &mut out);
+            out
+        });
+    }
+}
