@@ -1,11 +1,14 @@
-//! Text in and out of the model: [`Tokenizer`] and [`Utf8Stream`]. Knows nothing of weights.
+//! Text in and out of the model: [`Tokenizer`], and the two
+//! streaming helpers a client needs to print a reply ([`Utf8Stream`], [`StopMatcher`]). Knows nothing of weights.
 
 mod bpe;
 mod error;
 mod pretokenize;
+mod stop;
 mod tokenizer;
 mod utf8;
 
 pub use error::TextError;
+pub use stop::{StopMatcher, StopStep};
 pub use tokenizer::Tokenizer;
 pub use utf8::Utf8Stream;
