@@ -1,7 +1,8 @@
-//! Text in and out of the model: [`Tokenizer`], and the two
+//! Text in and out of the model: [`Tokenizer`], prompts for one question ([`chat`]), reply regions, and the two
 //! streaming helpers a client needs to print a reply ([`Utf8Stream`], [`StopMatcher`]). Knows nothing of weights.
 
 mod bpe;
+pub mod chat;
 mod error;
 mod pretokenize;
 mod stop;
