@@ -1,0 +1,142 @@
+//! What others wrote is read back bit for bit.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use rill_format::{Checkpoint, Dtype, Folder};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype as TheirDtype, TensorView, serialize_to_file};
+
+#[test]
+fn the_four_dtypes_come_back_as_the_safetensors_crate_wrote_them() {
+    let dir = tempfile::tempdir().unwrap();
+    // Every byte pattern matters, NaNs included, so the values are just bytes.
+    let bytes: Vec<u8> = (0..=255).collect();
+    let cases = [
+        ("single", TheirDtype::F32, Dtype::F32, vec![8, 8]),
+        ("half", TheirDtype::F16, Dtype::F16, vec![2, 2, 32]),
+        ("brain", TheirDtype::BF16, Dtype::BF16, vec![128]),
+        ("packed", TheirDtype::U8, Dtype::U8, vec![256, 1, 1, 1]),
+        ("scalar", TheirDtype::F32, Dtype::F32, vec![]),
+        ("empty", TheirDtype::BF16, Dtype::BF16, vec![0, 7]),
+    ];
+    let views = cases.iter().map(|(name, theirs, ours, shape)| {
+        let n = shape.iter().product::<usize>() * ours.size() as usize;
+        (*name, TensorView::new(*theirs, shape.clone(), &bytes[..n]).unwrap())
+    });
+    serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+
+    let checkpoint = Checkpoint::open(Folder::Disk(dir.path().to_owned())).unwrap();
+    assert_eq!(checkpoint.len(), cases.len());
+    assert_eq!(checkpoint.payload_bytes(), 4 * 256 + 4);
+    assert_eq!(checkpoint.shards().collect::<Vec<_>>(), ["model.safetensors"]);
+    for (name, theirs, ours, shape) in cases {
+        let info = checkpoint.require(name).unwrap();
+        assert_eq!(info.dtype, ours);
+        assert_eq!(info.dtype.to_string(), theirs.to_string());
+        assert_eq!(info.shape.iter().map(|&d| d as usize).collect::<Vec<_>>(), shape);
+        assert_eq!(checkpoint.read(info.id).unwrap(), bytes[..info.bytes as usize]);
+    }
+    let id = checkpoint.require("half").unwrap().id;
+    let mut row = [0; 64];
+    checkpoint.read_range_into(id, 128, &mut row).unwrap();
+    assert_eq!(row, bytes[128..192]);
+}
+
+#[test]
+fn small_checkpoints_are_read_as_the_safetensors_crate_reads_them() {
+    for (folder, n_shards) in
+        [("fixtures/k3-tiny", 3), ("fixtures/kimi-linear-tiny", 2), ("models/k3-nano", 2)]
+    {
+        let path = repository().join(folder);
+        let checkpoint = Checkpoint::open(Folder::Disk(path.clone())).unwrap();
+        assert_eq!(checkpoint.shards().count(), n_shards);
+        assert_same(&checkpoint, &path);
+    }
+}
+
+#[test]
+fn checkpoint_in_the_program_reads_as_the_one_on_disk() {
+    let folder = Folder::Memory { name: "built-in demo", files: K3_TINY };
+    assert!(folder.exists("config.json") && !folder.exists("absent.json"));
+    assert_eq!(folder.describe("config.json"), "built-in demo/config.json");
+    let path = repository().join("fixtures/k3-tiny");
+    let config = fs::read(path.join("config.json")).unwrap();
+    assert_eq!(folder.read("config.json", 1 << 20).unwrap(), config);
+    assert!(folder.read("config.json", 10).is_err());
+    assert_same(&Checkpoint::open(folder).unwrap(), &path);
+}
+
+#[test]
+fn threads_share_a_checkpoint() {
+    let path = repository().join("fixtures/k3-tiny");
+    let checkpoint = Checkpoint::open(Folder::Disk(path)).unwrap();
+    let alone: Vec<_> =
+        checkpoint.iter().map(|info| (info, checkpoint.read(info.id).unwrap())).collect();
+    thread::scope(|scope| {
+        for thread in 0..4 {
+            let (checkpoint, alone) = (&checkpoint, &alone);
+            scope.spawn(move || {
+                for i in 0..alone.len() {
+                    let (info, bytes) = &alone[(i + thread * 200) % alone.len()];
+                    assert_eq!(&checkpoint.read(info.id).unwrap(), bytes, "{}", info.name);
+                }
+            });
+        }
+    });
+}
+
+#[cfg(unix)]
+#[test]
+fn shards_may_be_links_as_in_a_download_cache() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = repository().join("fixtures/kimi-linear-tiny");
+    for entry in fs::read_dir(&path).unwrap() {
+        let file = entry.unwrap().path();
+        let link = dir.path().join(file.file_name().unwrap());
+        std::os::unix::fs::symlink(file.canonicalize().unwrap(), link).unwrap();
+    }
+    assert_same(&Checkpoint::open(Folder::Disk(dir.path().to_owned())).unwrap(), &path);
+}
+
+macro_rules! k3_tiny {
+    ($($file:literal),* $(,)?) => {
+        &[$(($file, include_bytes!(concat!("../../../fixtures/k3-tiny/", $file)))),*]
+    };
+}
+
+static K3_TINY: &[(&str, &[u8])] = k3_tiny![
+    "config.json",
+    "model.safetensors.index.json",
+    "model-00001-of-000003.safetensors",
+    "model-00002-of-000003.safetensors",
+    "model-00003-of-000003.safetensors",
+];
+
+/// Every tensor of every shard under `path`, by the safetensors crate, is in the checkpoint.
+fn assert_same(checkpoint: &Checkpoint, path: &Path) {
+    let mut n_tensors = 0;
+    let mut payload_bytes = 0;
+    for shard in checkpoint.shards() {
+        let file = fs::read(path.join(shard)).unwrap();
+        for (name, theirs) in SafeTensors::deserialize(&file).unwrap().tensors() {
+            let ours = checkpoint.require(&name).unwrap();
+            assert_eq!(ours.shard, shard);
+            assert_eq!(ours.dtype.to_string(), theirs.dtype().to_string());
+            assert_eq!(ours.shape.iter().map(|&d| d as usize).collect::<Vec<_>>(), theirs.shape());
+            assert_eq!(checkpoint.read(ours.id).unwrap(), theirs.data(), "{name}");
+            n_tensors += 1;
+            payload_bytes += ours.bytes;
+        }
+    }
+    assert_eq!(checkpoint.len(), n_tensors);
+    assert_eq!(checkpoint.iter().count(), n_tensors);
+    assert_eq!(checkpoint.payload_bytes(), payload_bytes);
+}
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
