@@ -1,2 +1,51 @@
-//! rill
+//! Rill runs mixture-of-experts language models that are larger than memory.
+//!
+//! An [`Engine`] is a loaded model: immutable, shared, and independent of every other engine in
+//! the process. A [`Session`] is one timeline of tokens: mutable and owned by its user.
+//!
+//! ```no_run
+//! use rill::{Engine, EngineOptions, Folder, GenerateOptions};
+//!
+//! let folder = Folder::Disk("Kimi-Linear-48B-A3B-Instruct".into());
+//! let engine = Engine::open(folder, &EngineOptions::default())?;
+//! let tokenizer = engine.open_tokenizer()?;
+//! let prompt = tokenizer.encode_text("Once upon a time");
+//! let mut session = engine.new_session();
+//! let mut text = tokenizer.decoder();
+//! for token in engine.generate(&mut session, &prompt, GenerateOptions::default())? {
+//!     let bytes = tokenizer.token_bytes(token?).unwrap_or_default();
+//!     print!("{}", text.push(bytes));
+//! }
+//! # Ok::<(), rill::Error>(())
+//! ```
+
 pub mod config;
+
+mod compute;
+mod engine;
+mod error;
+mod experts;
+mod generate;
+mod kda;
+mod mla;
+mod moe;
+mod perplexity;
+mod platform;
+pub mod reference;
+mod residual;
+mod sampler;
+mod session;
+mod weights;
+
+pub use engine::{
+    Engine, EngineOptions, KernelChoice, Logits, ModelSummary, Observer, open_tokenizer,
+    read_config,
+};
+pub use error::{Error, ExpertError};
+pub use experts::{Expert, ExpertId, ExpertReads, ExpertSource, LayerIdx};
+pub use generate::{FinishReason, GenerateOptions, Generation};
+pub use perplexity::Perplexity;
+pub use rill_format::{Checkpoint, Folder, FormatError};
+pub use rill_text::{TextError, Tokenizer, chat};
+pub use sampler::{Sampler, Sampling};
+pub use session::Session;

@@ -1,0 +1,480 @@
+//! A loaded model and its forward pass.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use rill_format::{Checkpoint, Folder};
+use rill_kernels::{Kernels, Pool};
+use rill_text::Tokenizer;
+
+use crate::compute::Compute;
+use crate::config::{AttentionKind, FfnKind, ModelConfig};
+use crate::error::Error;
+use crate::experts::{CheckpointExperts, ExpertReads, ExpertSource, LayerIdx};
+use crate::session::{LayerState, Session};
+use crate::weights::{self, Attention, Ffn, Layer, Weights};
+use crate::{kda, mla, moe, platform, residual};
+
+/// Largest `config.json`, `tokenizer_config.json` and `generation_config.json` that make sense.
+const MAX_JSON_BYTES: u64 = 16 << 20;
+/// Largest `tiktoken.model` that makes sense (K3's has about 3 MB).
+const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+
+/// How an engine is set up. None of it changes a single bit of any result.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// Threads that compute; 0 means one per core.
+    pub threads: usize,
+    /// Tokens of a prompt that pass through a layer together.
+    pub prefill_chunk: usize,
+    /// Which kernels to use.
+    pub kernels: KernelChoice,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self { threads: 0, prefill_chunk: 64, kernels: KernelChoice::Fastest }
+    }
+}
+
+/// Which set of kernels an engine uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KernelChoice {
+    /// The fastest this machine can run.
+    #[default]
+    Fastest,
+    /// The specification; for tests and for finding faults.
+    Scalar,
+}
+
+/// Which positions to compute logits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    /// The last token given: (vocab).
+    Last,
+    /// Every token given: (tokens, vocab).
+    All,
+}
+
+/// Looks on while a step runs. All methods have a default that does nothing.
+pub trait Observer {
+    /// A layer has finished for a chunk of tokens: `hidden` (tokens, hidden) is what the next
+    /// layer will get, and may be replaced. Breaking ends the step with [`Error::Cancelled`].
+    fn after_layer(&mut self, _layer: LayerIdx, _hidden: &mut [f32]) -> ControlFlow<()> {
+        ControlFlow::Continue(())
+    }
+
+    /// A router has chosen: `ids` and `weights` (tokens, top_k), ascending ids within a token.
+    fn routed(&mut self, _layer: LayerIdx, _ids: &[u32], _weights: &[f32]) {}
+
+    /// The final norm has run: `hidden` (positions, hidden) is what the head will get, for the
+    /// positions whose logits were asked for.
+    fn normed(&mut self, _hidden: &[f32]) {}
+}
+
+impl Observer for () {}
+
+/// Counts and sizes of an open model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelSummary {
+    /// Tensors the forward pass uses.
+    pub bound_tensors: usize,
+    /// Bytes of weights held in memory.
+    pub trunk_bytes: u64,
+    /// Bytes of state one session takes before its first token.
+    pub session_bytes: u64,
+}
+
+/// A loaded model: immutable, shared between sessions and threads.
+pub struct Engine {
+    config: Arc<ModelConfig>,
+    checkpoint: Arc<Checkpoint>,
+    weights: Weights,
+    experts: Box<dyn ExpertSource>,
+    compute: Compute,
+    prefill_chunk: usize,
+    stop_tokens: Vec<u32>,
+    summary: ModelSummary,
+}
+
+impl Engine {
+    /// Opens the checkpoint in a folder: reads and checks every header, then loads the weights
+    /// that every token needs. Routed experts stay on disk.
+    pub fn open(folder: Folder, options: &EngineOptions) -> Result<Self, Error> {
+        let config = read_config(&folder)?;
+        let checkpoint = Checkpoint::open(folder)?;
+        let bound = weights::check(&checkpoint, &config)?;
+        let summary = ModelSummary {
+            bound_tensors: bound.tensors,
+            trunk_bytes: bound.trunk_bytes,
+            session_bytes: Session::recurrent_bytes(&config),
+        };
+        let needed_bytes = summary.trunk_bytes + summary.session_bytes;
+        if let Some(available_bytes) = platform::available_memory_bytes()
+            && needed_bytes > available_bytes
+        {
+            return Err(Error::DoesNotFit { needed_bytes, available_bytes });
+        }
+        let stop_tokens = stop_tokens(checkpoint.folder(), &config)?;
+        let checkpoint = Arc::new(checkpoint);
+        let experts = CheckpointExperts::new(checkpoint.clone(), &config, bound.experts);
+        let threads = match options.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            n => n,
+        };
+        Ok(Self {
+            weights: weights::load(&checkpoint, &config)?,
+            config: Arc::new(config),
+            checkpoint,
+            experts: Box::new(experts),
+            compute: Compute {
+                kernels: match options.kernels {
+                    KernelChoice::Fastest => Kernels::detect(),
+                    KernelChoice::Scalar => Kernels::SCALAR,
+                },
+                pool: Pool::new(threads)?,
+            },
+            prefill_chunk: options.prefill_chunk.max(1),
+            stop_tokens,
+            summary,
+        })
+    }
+
+    /// Checks a checkpoint against its configuration from headers alone, without loading it.
+    pub fn check(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<ModelSummary, Error> {
+        let bound = weights::check(checkpoint, config)?;
+        Ok(ModelSummary {
+            bound_tensors: bound.tensors,
+            trunk_bytes: bound.trunk_bytes,
+            session_bytes: Session::recurrent_bytes(config),
+        })
+    }
+
+    /// The same engine with its experts from elsewhere.
+    pub fn with_experts(
+        mut self,
+        wrap: impl FnOnce(Box<dyn ExpertSource>) -> Box<dyn ExpertSource>,
+    ) -> Self {
+        self.experts = wrap(self.experts);
+        self
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The checkpoint the model was opened from.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// Counts and sizes.
+    pub fn summary(&self) -> ModelSummary {
+        self.summary
+    }
+
+    /// Tokens that end a reply.
+    pub fn stop_tokens(&self) -> &[u32] {
+        &self.stop_tokens
+    }
+
+    /// Name of the kernels in use.
+    pub fn kernels(&self) -> &'static str {
+        self.compute.kernels.name()
+    }
+
+    /// Threads that compute.
+    pub fn threads(&self) -> usize {
+        self.compute.pool.threads()
+    }
+
+    /// What has been read of the routed experts since the engine was opened.
+    pub fn expert_reads(&self) -> ExpertReads {
+        self.experts.reads()
+    }
+
+    /// Opens the tokenizer that lies beside the weights.
+    pub fn open_tokenizer(&self) -> Result<Tokenizer, Error> {
+        open_tokenizer(self.checkpoint.folder(), &self.config)
+    }
+
+    /// A session at position 0.
+    pub fn new_session(&self) -> Session {
+        Session::new(self.config.clone())
+    }
+
+    /// Runs tokens through the model and returns logits.
+    ///
+    /// The result does not depend on how tokens are divided into calls. After an error the
+    /// session stands at the last whole token that was taken; [`Session::position`] tells which,
+    /// and both session and engine can be used again.
+    pub fn forward(
+        &self,
+        session: &mut Session,
+        tokens: &[u32],
+        logits: Logits,
+    ) -> Result<Vec<f32>, Error> {
+        self.forward_observed(session, tokens, logits, &mut ())
+    }
+
+    /// [`forward`](Self::forward) with an observer.
+    pub fn forward_observed(
+        &self,
+        session: &mut Session,
+        tokens: &[u32],
+        logits: Logits,
+        observer: &mut (dyn Observer + Send),
+    ) -> Result<Vec<f32>, Error> {
+        self.check_tokens(session, tokens)?;
+        let mut out = Vec::new();
+        // Inside the pool, so that the many small splits below need no hand-over.
+        self.compute.pool.install(|| {
+            let last = (tokens.len() - 1) / self.prefill_chunk;
+            for (i, chunk) in tokens.chunks(self.prefill_chunk).enumerate() {
+                session.save();
+                let hidden = self.run_layers(session, chunk, observer).inspect_err(|_| {
+                    session.roll_back();
+                })?;
+                session.position += chunk.len();
+                match logits {
+                    Logits::All => out.extend(self.head(&hidden, observer)),
+                    Logits::Last if i == last => {
+                        let last = &hidden[(chunk.len() - 1) * self.config.hidden_size..];
+                        out = self.head(last, observer);
+                    }
+                    Logits::Last => {}
+                }
+            }
+            Ok(out)
+        })
+    }
+
+    fn check_tokens(&self, session: &Session, tokens: &[u32]) -> Result<(), Error> {
+        if !Arc::ptr_eq(&session.config, &self.config) {
+            return Err(Error::ForeignSession);
+        }
+        if tokens.is_empty() {
+            return Err(Error::EmptyPrompt);
+        }
+        let vocab_size = self.config.vocab_size;
+        if let Some(position) = tokens.iter().position(|&t| t as usize >= vocab_size) {
+            return Err(Error::TokenOutOfRange { token: tokens[position], position, vocab_size });
+        }
+        let positions = session.position + tokens.len();
+        let max_positions = self.config.max_position_embeddings;
+        if positions > max_positions {
+            return Err(Error::ContextFull { positions, max_positions });
+        }
+        Ok(())
+    }
+
+    /// The trunk from embedding to last layer: (tokens, hidden), output mix included.
+    fn run_layers(
+        &self,
+        session: &mut Session,
+        tokens: &[u32],
+        observer: &mut (dyn Observer + Send),
+    ) -> Result<Vec<f32>, Error> {
+        let config = &*self.config;
+        let mut x = self.embed(tokens)?;
+        // Attention residuals: sums set aside so far, (tokens, hidden) each.
+        let mut blocks = Vec::new();
+        for (index, (layer, state)) in
+            self.weights.layers.iter().zip(&mut session.layers).enumerate()
+        {
+            let layer_idx = LayerIdx(index);
+            x = match config.attn_res_block_size {
+                None => self.plain_layer(layer_idx, layer, state, x, observer)?,
+                Some(size) => {
+                    let starts_block = index % size == 0;
+                    self.mixed_layer(
+                        layer_idx,
+                        layer,
+                        state,
+                        x,
+                        &mut blocks,
+                        starts_block,
+                        observer,
+                    )?
+                }
+            };
+            if observer.after_layer(layer_idx, &mut x).is_break() {
+                return Err(Error::Cancelled);
+            }
+        }
+        Ok(match &self.weights.output_mix {
+            None => x,
+            Some(weights) => {
+                residual::mix(&self.compute.kernels, config.rms_norm_eps, weights, &blocks, &x)
+            }
+        })
+    }
+
+    /// `x += attn(rms(x)); x += ffn(rms(x))`.
+    fn plain_layer(
+        &self,
+        index: LayerIdx,
+        layer: &Layer,
+        state: &mut LayerState,
+        mut x: Vec<f32>,
+        observer: &mut (dyn Observer + Send),
+    ) -> Result<Vec<f32>, Error> {
+        let kernels = &self.compute.kernels;
+        let attention = self.attention(layer, state, &x);
+        kernels.add(&attention, &mut x);
+        let ffn = self.ffn(index, layer, &x, observer)?;
+        kernels.add(&ffn, &mut x);
+        Ok(x)
+    }
+
+    /// A layer with attention residuals: each half reads a mix of the stored blocks and the
+    /// running prefix; the first layer of a block sets the prefix aside and starts a new one.
+    #[expect(clippy::too_many_arguments, reason = "one layer's weights, state and streams")]
+    fn mixed_layer(
+        &self,
+        index: LayerIdx,
+        layer: &Layer,
+        state: &mut LayerState,
+        mut prefix: Vec<f32>,
+        blocks: &mut Vec<Vec<f32>>,
+        starts_block: bool,
+        observer: &mut (dyn Observer + Send),
+    ) -> Result<Vec<f32>, Error> {
+        let kernels = &self.compute.kernels;
+        let eps = self.config.rms_norm_eps;
+        let (attention_mix, ffn_mix) =
+            layer.mixes.as_ref().expect("bound whenever there is a block size");
+
+        let attention = if blocks.is_empty() {
+            self.attention(layer, state, &prefix)
+        } else {
+            let x = residual::mix(kernels, eps, attention_mix, blocks, &prefix);
+            self.attention(layer, state, &x)
+        };
+        if starts_block {
+            blocks.push(std::mem::replace(&mut prefix, attention));
+        } else {
+            kernels.add(&attention, &mut prefix);
+        }
+        let x = residual::mix(kernels, eps, ffn_mix, blocks, &prefix);
+        let ffn = self.ffn(index, layer, &x, observer)?;
+        kernels.add(&ffn, &mut prefix);
+        Ok(prefix)
+    }
+
+    /// `attn(rms(x))`.
+    fn attention(&self, layer: &Layer, state: &mut LayerState, x: &[f32]) -> Vec<f32> {
+        let (compute, config) = (&self.compute, &*self.config);
+        let n = x.len() / config.hidden_size;
+        let x = compute.rms_norm(x, &layer.input_layernorm, config.rms_norm_eps);
+        match (&layer.attention, state) {
+            (Attention::Kda(w), LayerState::Kda(s)) => kda::forward(compute, config, w, s, &x, n),
+            (Attention::Mla(w), LayerState::Mla(s)) => mla::forward(compute, config, w, s, &x, n),
+            _ => unreachable!("weights and state are made from one list of layers"),
+        }
+    }
+
+    /// `ffn(rms(x))`.
+    fn ffn(
+        &self,
+        index: LayerIdx,
+        layer: &Layer,
+        x: &[f32],
+        observer: &mut (dyn Observer + Send),
+    ) -> Result<Vec<f32>, Error> {
+        let (compute, config) = (&self.compute, &*self.config);
+        let n = x.len() / config.hidden_size;
+        let x = compute.rms_norm(x, &layer.post_attention_layernorm, config.rms_norm_eps);
+        match &layer.ffn {
+            Ffn::Dense(mlp) => Ok(moe::dense(compute, config.activation, mlp, &x, n)),
+            Ffn::Moe(weights) => {
+                let experts = &*self.experts;
+                let (y, routing) = moe::forward(compute, config, weights, experts, index, &x, n)?;
+                observer.routed(index, &routing.ids, &routing.weights);
+                Ok(y)
+            }
+        }
+    }
+
+    /// Rows of the embedding, (tokens, hidden), read from the checkpoint.
+    fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
+        let embedding = self.weights.embed_tokens;
+        let tensor = embedding.tensor.expect("the binder found it");
+        let mut row = vec![0; self.config.hidden_size * embedding.dtype.size() as usize];
+        let mut x = Vec::with_capacity(tokens.len() * self.config.hidden_size);
+        for &token in tokens {
+            let start = u64::from(token) * row.len() as u64;
+            self.checkpoint.read_range_into(tensor, start, &mut row)?;
+            x.extend(weights::to_f32(embedding.dtype, &row));
+        }
+        Ok(x)
+    }
+
+    /// Final norm and head: (n, hidden) → (n, vocab).
+    fn head(&self, x: &[f32], observer: &mut (dyn Observer + Send)) -> Vec<f32> {
+        let config = &*self.config;
+        let x = self.compute.rms_norm(x, &self.weights.norm, config.rms_norm_eps);
+        observer.normed(&x);
+        self.compute.matmul(self.weights.lm_head.view(), &x, x.len() / config.hidden_size)
+    }
+}
+
+/// Reads and checks `config.json`.
+pub fn read_config(folder: &Folder) -> Result<ModelConfig, Error> {
+    let bytes = folder.read("config.json", MAX_JSON_BYTES)?;
+    ModelConfig::from_json(&bytes)
+        .map_err(|source| Error::Config { file: folder.describe("config.json"), source })
+}
+
+/// Opens the tokenizer in a checkpoint's folder.
+pub fn open_tokenizer(folder: &Folder, config: &ModelConfig) -> Result<Tokenizer, Error> {
+    let model = folder.read("tiktoken.model", MAX_TOKENIZER_BYTES)?;
+    let names = folder.read("tokenizer_config.json", MAX_JSON_BYTES)?;
+    Ok(Tokenizer::from_bytes(&model, &names, config.vocab_size as u32)?)
+}
+
+impl ModelConfig {
+    /// Layers of each kind: KDA, MLA, dense, mixture of experts.
+    pub fn layer_counts(&self) -> [usize; 4] {
+        let count = |f: &dyn Fn(&crate::config::LayerConfig) -> bool| {
+            self.layers.iter().filter(|layer| f(layer)).count()
+        };
+        [
+            count(&|l| l.attention == AttentionKind::Kda),
+            count(&|l| l.attention == AttentionKind::Mla),
+            count(&|l| l.ffn == FfnKind::Dense),
+            count(&|l| l.ffn == FfnKind::Moe),
+        ]
+    }
+}
+
+/// The configuration's end token and those `generation_config.json` adds, if there is one.
+fn stop_tokens(folder: &Folder, config: &ModelConfig) -> Result<Vec<u32>, Error> {
+    #[derive(serde::Deserialize)]
+    #[serde(untagged)]
+    enum OneOrMany {
+        One(u32),
+        Many(Vec<u32>),
+    }
+    #[derive(serde::Deserialize)]
+    struct GenerationConfig {
+        eos_token_id: Option<OneOrMany>,
+    }
+    const FILE: &str = "generation_config.json";
+    let mut stop = vec![config.eos_token_id];
+    if folder.exists(FILE) {
+        let bytes = folder.read(FILE, MAX_JSON_BYTES)?;
+        let parsed: GenerationConfig = serde_json::from_slice(&bytes).map_err(|e| {
+            Error::GenerationConfig { file: folder.describe(FILE), reason: e.to_string() }
+        })?;
+        match parsed.eos_token_id {
+            None => {}
+            Some(OneOrMany::One(id)) => stop.push(id),
+            Some(OneOrMany::Many(ids)) => stop.extend(ids),
+        }
+    }
+    stop.sort_unstable();
+    stop.dedup();
+    Ok(stop)
+}

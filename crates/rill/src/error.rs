@@ -1,0 +1,173 @@
+//! What can go wrong in the engine.
+
+use rill_format::FormatError;
+use rill_kernels::{LayoutError, PoolError};
+use rill_text::TextError;
+
+use crate::config::ConfigError;
+use crate::experts::{ExpertId, LayerIdx};
+
+/// Why the engine could not open a model or take a step.
+///
+/// A failed step leaves its session at the last whole token; see [`Engine::forward`].
+///
+/// [`Engine::forward`]: crate::Engine::forward
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// `config.json` is not the configuration of a model that can be run.
+    #[error("{file}: {source}")]
+    Config {
+        /// Where the file is.
+        file: String,
+        /// All that is wrong with it.
+        source: ConfigError,
+    },
+
+    /// `generation_config.json` is there but cannot be understood.
+    #[error(
+        "{file}: {reason}; eos_token_id must be a token id or a list of them. Correct the file or \
+         remove it"
+    )]
+    GenerationConfig {
+        /// Where the file is.
+        file: String,
+        /// What the parser said.
+        reason: String,
+    },
+
+    /// A file of the checkpoint is missing, damaged or unreadable.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+
+    /// A tokenizer file is damaged, or ids are not in the vocabulary.
+    #[error(transparent)]
+    Text(#[from] TextError),
+
+    /// The checkpoint's tensors are not those its configuration promises.
+    #[error(
+        "the tensors in {folder} do not fit its config.json:\n  {}\n\
+         The configuration and the weights must come from the same release; fetch both again.",
+        problems.join("\n  ")
+    )]
+    Binding {
+        /// Where the checkpoint is.
+        folder: String,
+        /// One line for each tensor, the first [`MAX_PROBLEMS`](Self::MAX_PROBLEMS) of them.
+        problems: Vec<String>,
+    },
+
+    /// The bytes of a routed expert are not what they should be.
+    #[error("expert {expert} of layer {layer}: {source}")]
+    Expert {
+        /// Layer.
+        layer: LayerIdx,
+        /// Expert.
+        expert: ExpertId,
+        /// What is wrong.
+        source: ExpertError,
+    },
+
+    /// The weights that every token needs are larger than the memory that is free.
+    #[error(
+        "the weights that every token needs take {} GB and {} GB of memory are free; close other \
+         programs or use a machine with more memory (streaming the trunk is not built yet)",
+        gigabytes(*needed_bytes),
+        gigabytes(*available_bytes)
+    )]
+    DoesNotFit {
+        /// Bytes of the trunk and of one session's state.
+        needed_bytes: u64,
+        /// Bytes the machine can still give.
+        available_bytes: u64,
+    },
+
+    /// A token id outside the vocabulary.
+    #[error("token {token} at position {position} is not below the vocabulary size {vocab_size}")]
+    TokenOutOfRange {
+        /// The id.
+        token: u32,
+        /// Its index among the tokens given.
+        position: usize,
+        /// Ids are below this.
+        vocab_size: usize,
+    },
+
+    /// There is nothing to run.
+    #[error("the prompt has no tokens; give at least one")]
+    EmptyPrompt,
+
+    /// The context is longer than the model was made for.
+    #[error(
+        "{positions} tokens do not fit the model's context of {max_positions}; shorten the prompt"
+    )]
+    ContextFull {
+        /// Tokens there would be.
+        positions: usize,
+        /// `max_position_embeddings`.
+        max_positions: usize,
+    },
+
+    /// A session was given to an engine that did not make it.
+    #[error("the session belongs to another engine; use the engine that made it")]
+    ForeignSession,
+
+    /// Sampling parameters outside their range.
+    #[error("{parameter} is {found}; it must be {expected}")]
+    Sampling {
+        /// Which parameter.
+        parameter: &'static str,
+        /// What it was.
+        found: f32,
+        /// Its range.
+        expected: &'static str,
+    },
+
+    /// Text too short to compute a perplexity over.
+    #[error("the text has {found} tokens; one window takes {needed}")]
+    TextTooShort {
+        /// Tokens of the text.
+        found: usize,
+        /// Tokens of one window.
+        needed: usize,
+    },
+
+    /// Threads could not be started.
+    #[error(transparent)]
+    Threads(#[from] PoolError),
+
+    /// The caller's observer asked to stop.
+    #[error("stopped on request")]
+    Cancelled,
+}
+
+impl Error {
+    /// Most problems a [`Error::Binding`] lists.
+    pub const MAX_PROBLEMS: usize = 20;
+}
+
+/// What is wrong with a routed expert.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum ExpertError {
+    /// It could not be read.
+    #[error(transparent)]
+    Read(#[from] FormatError),
+
+    /// Its bytes are not a valid matrix.
+    #[error("{tensor}: {source}; the file is damaged, fetch it again")]
+    Layout {
+        /// Tensor.
+        tensor: String,
+        /// What is wrong.
+        source: LayoutError,
+    },
+
+    /// The source of experts left it out.
+    #[error("the source of experts did not deliver it")]
+    Missing,
+}
+
+fn gigabytes(bytes: u64) -> String {
+    format!("{:.1}", bytes as f64 / 1e9)
+}

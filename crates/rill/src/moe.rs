@@ -1,0 +1,191 @@
+//! Feed-forward layers: the gated product, and the mixture of experts around it.
+
+use std::cmp::Ordering;
+
+use rill_kernels::{Kernels, Matrix};
+
+use crate::compute::Compute;
+use crate::config::{Activation, ModelConfig, MoeConfig};
+use crate::error::{Error, ExpertError};
+use crate::experts::{ExpertId, ExpertSource, LayerIdx};
+use crate::weights::{Mlp, Moe};
+
+/// The experts of one layer that `n` tokens chose.
+#[derive(Debug)]
+pub(crate) struct Routing {
+    /// (n, top_k), ascending within a token.
+    pub(crate) ids: Vec<u32>,
+    /// (n, top_k)
+    pub(crate) weights: Vec<f32>,
+}
+
+/// A dense feed-forward: `x` (n, hidden) → (n, hidden).
+pub(crate) fn dense(
+    compute: &Compute,
+    activation: Activation,
+    weights: &Mlp,
+    x: &[f32],
+    n: usize,
+) -> Vec<f32> {
+    let (gate, up, down) =
+        (weights.gate_proj.view(), weights.up_proj.view(), weights.down_proj.view());
+    gated(compute, activation, [gate, up, down], x, n)
+}
+
+/// Router, routed experts and shared experts: `x` (n, hidden) → (n, hidden).
+pub(crate) fn forward(
+    compute: &Compute,
+    config: &ModelConfig,
+    weights: &Moe,
+    source: &dyn ExpertSource,
+    layer: LayerIdx,
+    x: &[f32],
+    n: usize,
+) -> Result<(Vec<f32>, Routing), Error> {
+    let kernels = &compute.kernels;
+    let mut scores = compute.matmul(weights.gate.view(), x, n);
+    kernels.sigmoid(&mut scores);
+    let routing = route(kernels, &config.moe, &scores, &weights.e_score_correction_bias);
+
+    let mut y = match &weights.latent {
+        None => routed_experts(compute, config, source, layer, &routing, x, n)?,
+        Some(latent) => {
+            let x = compute.matmul(latent.down_proj.view(), x, n);
+            let mut y = routed_experts(compute, config, source, layer, &routing, &x, n)?;
+            if let Some(norm) = &latent.norm {
+                y = compute.rms_norm(&y, norm, config.rms_norm_eps);
+            }
+            compute.matmul(latent.up_proj.view(), &y, n)
+        }
+    };
+    let shared = dense(compute, config.activation, &weights.shared_experts, x, n);
+    kernels.add(&shared, &mut y);
+    Ok((y, routing))
+}
+
+/// Chooses the top k of score plus bias for every token and weighs them by the score alone.
+/// `scores` (n, experts).
+fn route(kernels: &Kernels, moe: &MoeConfig, scores: &[f32], bias: &[f32]) -> Routing {
+    let mut routing = Routing { ids: Vec::new(), weights: Vec::new() };
+    for scores in scores.chunks_exact(moe.n_experts) {
+        let biased: Vec<f32> = scores.iter().zip(bias).map(|(s, b)| s + b).collect();
+        let ids = top_k(&biased, moe.top_k);
+        let mut weights: Vec<f32> = ids.iter().map(|&id| scores[id as usize]).collect();
+        let total = if moe.renormalize { kernels.sum(&weights) + 1e-20 } else { 1.0 };
+        for w in &mut weights {
+            *w = *w / total * moe.routed_scaling_factor;
+        }
+        routing.ids.extend(ids);
+        routing.weights.extend(weights);
+    }
+    routing
+}
+
+/// Indices of the k largest values, ascending. Equal values go to the lower index; NaN is below
+/// everything.
+fn top_k(values: &[f32], k: usize) -> Vec<u32> {
+    let key = |i: &u32| {
+        let v = values[*i as usize];
+        if v.is_nan() { f32::NEG_INFINITY } else { v }
+    };
+    let mut order: Vec<u32> = (0..values.len() as u32).collect();
+    // Without NaN the order is total, and both zeros are equal.
+    let by_value =
+        |a: &u32, b: &u32| key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal).then(a.cmp(b));
+    if k < order.len() {
+        order.select_nth_unstable_by(k, by_value);
+        order.truncate(k);
+    }
+    order.sort_unstable();
+    order
+}
+
+/// The weighted sum of the routed experts: `x` (n, width) → (n, width).
+fn routed_experts(
+    compute: &Compute,
+    config: &ModelConfig,
+    source: &dyn ExpertSource,
+    layer: LayerIdx,
+    routing: &Routing,
+    x: &[f32],
+    n: usize,
+) -> Result<Vec<f32>, Error> {
+    let width = x.len() / n;
+    let top_k = config.moe.top_k;
+    let mut wanted = routing.ids.clone();
+    wanted.sort_unstable();
+    wanted.dedup();
+    let wanted: Vec<ExpertId> = wanted.into_iter().map(ExpertId).collect();
+
+    // Experts arrive in any order: each result waits in its own place, (n, top_k, width), and
+    // the sum is taken in ascending order of id afterwards.
+    let mut results = vec![0.0; n * top_k * width];
+    let mut delivered = vec![false; wanted.len()];
+    source.fetch(layer, &wanted, &mut |id, expert| {
+        let places: Vec<usize> =
+            (0..routing.ids.len()).filter(|&i| routing.ids[i] == id.0).collect();
+        let inputs: Vec<f32> =
+            places.iter().flat_map(|&i| &x[i / top_k * width..][..width]).copied().collect();
+        let matrices = [expert.gate, expert.up, expert.down];
+        let out = gated(compute, config.activation, matrices, &inputs, places.len());
+        for (&place, out) in places.iter().zip(out.chunks_exact(width)) {
+            results[place * width..][..width].copy_from_slice(out);
+        }
+        if let Ok(index) = wanted.binary_search(&id) {
+            delivered[index] = true;
+        }
+    })?;
+    if let Some(index) = delivered.iter().position(|done| !done) {
+        let source = ExpertError::Missing;
+        return Err(Error::Expert { layer, expert: wanted[index], source });
+    }
+
+    let mut y = vec![0.0; n * width];
+    for (i, result) in results.chunks_exact(width).enumerate() {
+        let token = &mut y[i / top_k * width..][..width];
+        compute.kernels.axpy(routing.weights[i], result, token);
+    }
+    Ok(y)
+}
+
+/// `down · act(gate · x, up · x)`: `x` (n, width) → (n, width).
+fn gated(
+    compute: &Compute,
+    activation: Activation,
+    [gate, up, down]: [Matrix<'_>; 3],
+    x: &[f32],
+    n: usize,
+) -> Vec<f32> {
+    let mut inner = compute.matmul(gate, x, n);
+    let up = compute.matmul(up, x, n);
+    match activation {
+        Activation::Silu => compute.kernels.silu_product(&mut inner, &up),
+        Activation::Situ { beta, linear_beta } => {
+            compute.kernels.situ_product(&mut inner, &up, beta, linear_beta);
+        }
+    }
+    compute.matmul(down, &inner, n)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::top_k;
+
+    #[test]
+    fn top_k_takes_the_largest_in_ascending_order_of_index() {
+        assert_eq!(top_k(&[0.1, 0.9, 0.5, 0.7], 2), [1, 3]);
+        assert_eq!(top_k(&[0.1, 0.9], 2), [0, 1]);
+    }
+
+    #[test]
+    fn ties_go_to_the_lower_index() {
+        assert_eq!(top_k(&[0.5, 0.7, 0.5, 0.5, 0.7], 3), [0, 1, 4]);
+        assert_eq!(top_k(&[0.5; 100], 4), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn nan_is_chosen_last() {
+        assert_eq!(top_k(&[f32::NAN, -1.0, f32::NAN, -2.0], 2), [1, 3]);
+        assert_eq!(top_k(&[f32::NAN; 3], 2), [0, 1]);
+    }
+}

@@ -1,0 +1,554 @@
+//! The model's weights: an inventory of every tensor, bound once with its type and shape
+//! checked, so that the forward pass looks nothing up and checks nothing.
+//!
+//! Tensor names and shapes are the published ones. Binding runs twice over the same inventory:
+//! first over headers alone, collecting every disagreement and the bytes the trunk takes, then
+//! loading.
+
+use half::{bf16, f16};
+use rill_format::{Checkpoint, Dtype, TensorId, TensorInfo};
+use rill_kernels::{Matrix, math};
+
+use crate::compute::transpose;
+use crate::config::{
+    Architecture, AttentionKind, ExpertFormat, FfnKind, KdaOutputGate, ModelConfig,
+};
+use crate::error::Error;
+
+/// A matrix (rows, cols) of the trunk, as stored.
+#[derive(Debug)]
+pub(crate) struct Linear {
+    rows: usize,
+    cols: usize,
+    dtype: Dtype,
+    bytes: Vec<u8>,
+}
+
+impl Linear {
+    pub(crate) fn view(&self) -> Matrix<'_> {
+        match self.dtype {
+            Dtype::F32 => Matrix::f32(self.rows, self.cols, &self.bytes),
+            _ => Matrix::bf16(self.rows, self.cols, &self.bytes),
+        }
+        .expect("the binder checked type and shape")
+    }
+}
+
+/// Every weight but the routed experts.
+#[derive(Debug)]
+pub(crate) struct Weights {
+    /// (vocab, hidden), read a row at a time and never resident.
+    pub(crate) embed_tokens: Embedding,
+    pub(crate) layers: Vec<Layer>,
+    /// (hidden)
+    pub(crate) norm: Vec<f32>,
+    /// (vocab, hidden)
+    pub(crate) lm_head: Linear,
+    /// Mix in front of `norm`, with attention residuals.
+    pub(crate) output_mix: Option<Mix>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Embedding {
+    pub(crate) tensor: Option<TensorId>,
+    pub(crate) dtype: Dtype,
+}
+
+#[derive(Debug)]
+pub(crate) struct Layer {
+    /// (hidden)
+    pub(crate) input_layernorm: Vec<f32>,
+    /// (hidden)
+    pub(crate) post_attention_layernorm: Vec<f32>,
+    pub(crate) attention: Attention,
+    pub(crate) ffn: Ffn,
+    /// In front of the attention and of the feed-forward, with attention residuals.
+    pub(crate) mixes: Option<(Mix, Mix)>,
+}
+
+/// One residual mix: norm weight times projection, (hidden).
+#[derive(Debug)]
+pub(crate) struct Mix(pub(crate) Vec<f32>);
+
+#[derive(Debug)]
+pub(crate) enum Attention {
+    Kda(Box<Kda>),
+    Mla(Box<Mla>),
+}
+
+#[derive(Debug)]
+pub(crate) enum Ffn {
+    Dense(Box<Mlp>),
+    Moe(Box<Moe>),
+}
+
+/// P = heads · head_dim.
+#[derive(Debug)]
+pub(crate) struct Kda {
+    /// (P, hidden) each: q, k, v.
+    pub(crate) qkv_proj: [Linear; 3],
+    /// (kernel, P) each, oldest tap first: q, k, v.
+    pub(crate) qkv_conv: [Vec<f32>; 3],
+    /// (head_dim, hidden)
+    pub(crate) f_a_proj: Linear,
+    /// (P, head_dim)
+    pub(crate) f_b_proj: Linear,
+    /// `exp(A_log)`, one per **head**.
+    pub(crate) decay_rate: Vec<f32>,
+    /// (P)
+    pub(crate) dt_bias: Vec<f32>,
+    /// (heads, hidden)
+    pub(crate) b_proj: Linear,
+    pub(crate) gate: Gate,
+    /// (head_dim)
+    pub(crate) o_norm: Vec<f32>,
+    /// (hidden, P)
+    pub(crate) o_proj: Linear,
+}
+
+/// Projection of KDA's output gate, to (P).
+#[derive(Debug)]
+pub(crate) enum Gate {
+    /// (P, hidden)
+    FullRank(Linear),
+    /// (head_dim, hidden), (P, head_dim)
+    LowRank(Linear, Linear),
+}
+
+#[derive(Debug)]
+pub(crate) struct Mla {
+    pub(crate) query: Query,
+    /// (kv_lora + rope, hidden)
+    pub(crate) kv_a_proj_with_mqa: Linear,
+    /// (kv_lora)
+    pub(crate) kv_a_layernorm: Vec<f32>,
+    /// (heads · (nope + v), kv_lora)
+    pub(crate) kv_b_proj: Linear,
+    /// (heads · v, hidden)
+    pub(crate) g_proj: Option<Linear>,
+    /// (hidden, heads · v)
+    pub(crate) o_proj: Linear,
+}
+
+/// Query projection, to (heads · (nope + rope)).
+#[derive(Debug)]
+pub(crate) enum Query {
+    Full(Linear),
+    Factorised {
+        /// (q_lora, hidden)
+        a_proj: Linear,
+        /// (q_lora)
+        a_layernorm: Vec<f32>,
+        /// (heads · (nope + rope), q_lora)
+        b_proj: Linear,
+    },
+}
+
+/// A gated feed-forward of one width.
+#[derive(Debug)]
+pub(crate) struct Mlp {
+    /// (intermediate, hidden)
+    pub(crate) gate_proj: Linear,
+    /// (intermediate, hidden)
+    pub(crate) up_proj: Linear,
+    /// (hidden, intermediate)
+    pub(crate) down_proj: Linear,
+}
+
+#[derive(Debug)]
+pub(crate) struct Moe {
+    /// Router, (experts, hidden).
+    pub(crate) gate: Linear,
+    /// (experts)
+    pub(crate) e_score_correction_bias: Vec<f32>,
+    pub(crate) latent: Option<Latent>,
+    /// All shared experts as one.
+    pub(crate) shared_experts: Mlp,
+}
+
+/// Projections around the routed experts.
+#[derive(Debug)]
+pub(crate) struct Latent {
+    /// (latent, hidden)
+    pub(crate) down_proj: Linear,
+    /// (latent)
+    pub(crate) norm: Option<Vec<f32>>,
+    /// (hidden, latent)
+    pub(crate) up_proj: Linear,
+}
+
+/// Where the three matrices of one routed expert are: gate (w1), up (w3), down (w2). Each is
+/// one tensor, or nibbles and scales.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertTensors {
+    pub(crate) gate: [TensorId; 2],
+    pub(crate) up: [TensorId; 2],
+    pub(crate) down: [TensorId; 2],
+}
+
+/// A checkpoint whose headers agree with its configuration.
+#[derive(Debug)]
+pub(crate) struct Bound {
+    /// Routed experts of each layer; empty for dense layers.
+    pub(crate) experts: Vec<Vec<ExpertTensors>>,
+    /// Bytes of everything else that is held in memory.
+    pub(crate) trunk_bytes: u64,
+    /// Tensors the model uses.
+    pub(crate) tensors: usize,
+}
+
+/// Checks every tensor the model needs, from headers alone.
+pub(crate) fn check(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Bound, Error> {
+    let mut binder = Binder::new(checkpoint, config, false);
+    binder.model()?;
+    let experts = binder.experts();
+    if binder.problems.is_empty() {
+        return Ok(Bound { experts, trunk_bytes: binder.trunk_bytes, tensors: binder.tensors });
+    }
+    let hidden = binder.problems.len().saturating_sub(Error::MAX_PROBLEMS);
+    binder.problems.truncate(Error::MAX_PROBLEMS);
+    if hidden > 0 {
+        binder.problems.push(format!("… and {hidden} more"));
+    }
+    let folder = checkpoint.folder().describe("");
+    Err(Error::Binding { folder, problems: binder.problems })
+}
+
+/// Reads the trunk of a checkpoint that [`check`] has accepted.
+pub(crate) fn load(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Weights, Error> {
+    Binder::new(checkpoint, config, true).model()
+}
+
+struct Binder<'a> {
+    checkpoint: &'a Checkpoint,
+    config: &'a ModelConfig,
+    /// `language_model.` or nothing.
+    prefix: &'static str,
+    /// False: headers only, and everything bound stays empty.
+    load: bool,
+    problems: Vec<String>,
+    trunk_bytes: u64,
+    tensors: usize,
+}
+
+impl<'a> Binder<'a> {
+    fn new(checkpoint: &'a Checkpoint, config: &'a ModelConfig, load: bool) -> Self {
+        let prefix = match config.architecture {
+            Architecture::KimiK3 => "language_model.",
+            Architecture::KimiLinear => "",
+        };
+        let problems = Vec::new();
+        Self { checkpoint, config, prefix, load, problems, trunk_bytes: 0, tensors: 0 }
+    }
+
+    fn model(&mut self) -> Result<Weights, Error> {
+        let config = self.config;
+        let (hidden, vocab) = (config.hidden_size, config.vocab_size);
+        let prefix = self.prefix;
+        let residuals = config.attn_res_block_size.is_some();
+        Ok(Weights {
+            embed_tokens: self.embedding(&format!("{prefix}model.embed_tokens.weight")),
+            layers: (0..config.layers.len()).map(|i| self.layer(i)).collect::<Result<_, _>>()?,
+            norm: self.vector(&format!("{prefix}model.norm.weight"), hidden)?,
+            lm_head: self.matrix(&format!("{prefix}lm_head.weight"), vocab, hidden)?,
+            output_mix: match residuals {
+                true => Some(self.mix(&format!("{prefix}model.output_attn"))?),
+                false => None,
+            },
+        })
+    }
+
+    fn layer(&mut self, index: usize) -> Result<Layer, Error> {
+        let config = self.config;
+        let hidden = config.hidden_size;
+        let at = format!("{}model.layers.{index}.", self.prefix);
+        let kind = config.layers[index];
+        Ok(Layer {
+            input_layernorm: self.vector(&format!("{at}input_layernorm.weight"), hidden)?,
+            post_attention_layernorm: self
+                .vector(&format!("{at}post_attention_layernorm.weight"), hidden)?,
+            attention: match kind.attention {
+                AttentionKind::Kda => {
+                    Attention::Kda(Box::new(self.kda(&format!("{at}self_attn."))?))
+                }
+                AttentionKind::Mla => {
+                    Attention::Mla(Box::new(self.mla(&format!("{at}self_attn."))?))
+                }
+            },
+            ffn: match kind.ffn {
+                FfnKind::Dense => Ffn::Dense(Box::new(
+                    self.mlp(&format!("{at}mlp."), config.dense_intermediate_size)?,
+                )),
+                FfnKind::Moe => Ffn::Moe(Box::new(self.moe(&format!("{at}block_sparse_moe."))?)),
+            },
+            mixes: match config.attn_res_block_size {
+                Some(_) => Some((
+                    self.mix(&format!("{at}self_attention"))?,
+                    self.mix(&format!("{at}mlp"))?,
+                )),
+                None => None,
+            },
+        })
+    }
+
+    fn kda(&mut self, at: &str) -> Result<Kda, Error> {
+        let hidden = self.config.hidden_size;
+        let kda = self.config.kda;
+        let (heads, dim, p) = (kda.n_heads, kda.head_dim, kda.n_heads * kda.head_dim);
+        Ok(Kda {
+            qkv_proj: [
+                self.matrix(&format!("{at}q_proj.weight"), p, hidden)?,
+                self.matrix(&format!("{at}k_proj.weight"), p, hidden)?,
+                self.matrix(&format!("{at}v_proj.weight"), p, hidden)?,
+            ],
+            qkv_conv: [
+                self.conv(&format!("{at}q_conv1d.weight"))?,
+                self.conv(&format!("{at}k_conv1d.weight"))?,
+                self.conv(&format!("{at}v_conv1d.weight"))?,
+            ],
+            f_a_proj: self.matrix(&format!("{at}f_a_proj.weight"), dim, hidden)?,
+            f_b_proj: self.matrix(&format!("{at}f_b_proj.weight"), p, dim)?,
+            decay_rate: {
+                // K3 pads to head_dim values, of which the first `heads` count.
+                let shapes = [&[dim][..], &[heads], &[1, 1, heads, 1]];
+                let a_log = self.any_vector(&format!("{at}A_log"), &shapes)?;
+                a_log.iter().take(heads).map(|&a| math::exp(a)).collect()
+            },
+            dt_bias: self.vector(&format!("{at}dt_bias"), p)?,
+            b_proj: self.matrix(&format!("{at}b_proj.weight"), heads, hidden)?,
+            gate: match kda.output_gate {
+                KdaOutputGate::FullRank => {
+                    Gate::FullRank(self.matrix(&format!("{at}g_proj.weight"), p, hidden)?)
+                }
+                KdaOutputGate::LowRank => Gate::LowRank(
+                    self.matrix(&format!("{at}g_a_proj.weight"), dim, hidden)?,
+                    self.matrix(&format!("{at}g_b_proj.weight"), p, dim)?,
+                ),
+            },
+            o_norm: self.vector(&format!("{at}o_norm.weight"), dim)?,
+            o_proj: self.matrix(&format!("{at}o_proj.weight"), hidden, p)?,
+        })
+    }
+
+    fn mla(&mut self, at: &str) -> Result<Mla, Error> {
+        let hidden = self.config.hidden_size;
+        let mla = self.config.mla;
+        let q_out = mla.n_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim);
+        let kv_lora = mla.kv_lora_rank;
+        let v_out = mla.n_heads * mla.v_head_dim;
+        Ok(Mla {
+            query: match mla.q_lora_rank {
+                None => Query::Full(self.matrix(&format!("{at}q_proj.weight"), q_out, hidden)?),
+                Some(q_lora) => Query::Factorised {
+                    a_proj: self.matrix(&format!("{at}q_a_proj.weight"), q_lora, hidden)?,
+                    a_layernorm: self.vector(&format!("{at}q_a_layernorm.weight"), q_lora)?,
+                    b_proj: self.matrix(&format!("{at}q_b_proj.weight"), q_out, q_lora)?,
+                },
+            },
+            kv_a_proj_with_mqa: self.matrix(
+                &format!("{at}kv_a_proj_with_mqa.weight"),
+                kv_lora + mla.qk_rope_head_dim,
+                hidden,
+            )?,
+            kv_a_layernorm: self.vector(&format!("{at}kv_a_layernorm.weight"), kv_lora)?,
+            kv_b_proj: self.matrix(
+                &format!("{at}kv_b_proj.weight"),
+                mla.n_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+                kv_lora,
+            )?,
+            g_proj: match mla.output_gate {
+                true => Some(self.matrix(&format!("{at}g_proj.weight"), v_out, hidden)?),
+                false => None,
+            },
+            o_proj: self.matrix(&format!("{at}o_proj.weight"), hidden, v_out)?,
+        })
+    }
+
+    fn mlp(&mut self, at: &str, intermediate: usize) -> Result<Mlp, Error> {
+        let hidden = self.config.hidden_size;
+        Ok(Mlp {
+            gate_proj: self.matrix(&format!("{at}gate_proj.weight"), intermediate, hidden)?,
+            up_proj: self.matrix(&format!("{at}up_proj.weight"), intermediate, hidden)?,
+            down_proj: self.matrix(&format!("{at}down_proj.weight"), hidden, intermediate)?,
+        })
+    }
+
+    fn moe(&mut self, at: &str) -> Result<Moe, Error> {
+        let hidden = self.config.hidden_size;
+        let moe = self.config.moe;
+        Ok(Moe {
+            gate: self.matrix(&format!("{at}gate.weight"), moe.n_experts, hidden)?,
+            e_score_correction_bias: self
+                .vector(&format!("{at}gate.e_score_correction_bias"), moe.n_experts)?,
+            latent: match moe.latent {
+                None => None,
+                Some(latent) => Some(Latent {
+                    down_proj: self.matrix(
+                        &format!("{at}routed_expert_down_proj.weight"),
+                        latent.size,
+                        hidden,
+                    )?,
+                    norm: match latent.norm {
+                        true => Some(
+                            self.vector(&format!("{at}routed_expert_norm.weight"), latent.size)?,
+                        ),
+                        false => None,
+                    },
+                    up_proj: self.matrix(
+                        &format!("{at}routed_expert_up_proj.weight"),
+                        hidden,
+                        latent.size,
+                    )?,
+                }),
+            },
+            shared_experts: self.mlp(
+                &format!("{at}shared_experts."),
+                moe.n_shared_experts * moe.intermediate_size,
+            )?,
+        })
+    }
+
+    /// `{at}_res_norm` times `{at}_res_proj`.
+    fn mix(&mut self, at: &str) -> Result<Mix, Error> {
+        let hidden = self.config.hidden_size;
+        let norm = self.vector(&format!("{at}_res_norm.weight"), hidden)?;
+        let proj = self.any_vector(&format!("{at}_res_proj.weight"), &[&[1, hidden]])?;
+        Ok(Mix(norm.iter().zip(&proj).map(|(n, w)| n * w).collect()))
+    }
+
+    /// (P, 1, kernel) as stored → (kernel, P).
+    fn conv(&mut self, name: &str) -> Result<Vec<f32>, Error> {
+        let kda = self.config.kda;
+        let (channels, kernel) = (kda.n_heads * kda.head_dim, kda.conv_kernel_size);
+        let taps = self.any_vector(name, &[&[channels, 1, kernel]])?;
+        Ok(if self.load { transpose(&taps, channels, kernel) } else { taps })
+    }
+
+    fn experts(&mut self) -> Vec<Vec<ExpertTensors>> {
+        let (config, prefix) = (self.config, self.prefix);
+        let mut layers = Vec::with_capacity(config.layers.len());
+        for (index, layer) in config.layers.iter().enumerate() {
+            let n = if layer.ffn == FfnKind::Moe { config.moe.n_experts } else { 0 };
+            let at = format!("{prefix}model.layers.{index}.block_sparse_moe.experts.");
+            // An expert with a problem is left out; the whole binding fails then.
+            layers.push((0..n).filter_map(|e| self.expert(&format!("{at}{e}."))).collect());
+        }
+        layers
+    }
+
+    fn expert(&mut self, at: &str) -> Option<ExpertTensors> {
+        let moe = self.config.moe;
+        let width = moe.latent.map_or(self.config.hidden_size, |latent| latent.size);
+        let inner = moe.intermediate_size;
+        let gate = self.expert_matrix(&format!("{at}w1"), inner, width);
+        let up = self.expert_matrix(&format!("{at}w3"), inner, width);
+        let down = self.expert_matrix(&format!("{at}w2"), width, inner);
+        Some(ExpertTensors { gate: gate?, up: up?, down: down? })
+    }
+
+    fn expert_matrix(&mut self, at: &str, rows: usize, cols: usize) -> Option<[TensorId; 2]> {
+        match self.config.moe.expert_format {
+            ExpertFormat::Bf16 => {
+                let name = format!("{at}.weight");
+                let id = self.tensor(&name, &[Dtype::BF16], &[&[rows, cols]])?.id;
+                Some([id, id])
+            }
+            ExpertFormat::Mxfp4 => {
+                let packed = format!("{at}.weight_packed");
+                let scale = format!("{at}.weight_scale");
+                let packed = self.tensor(&packed, &[Dtype::U8], &[&[rows, cols / 2]]);
+                let packed = packed.map(|t| t.id);
+                let scale = self.tensor(&scale, &[Dtype::U8], &[&[rows, cols / 32]])?.id;
+                Some([packed?, scale])
+            }
+        }
+    }
+
+    fn embedding(&mut self, name: &str) -> Embedding {
+        let shape = [self.config.vocab_size, self.config.hidden_size];
+        let tensor = self.tensor(name, &[Dtype::BF16, Dtype::F32], &[&shape]);
+        Embedding { tensor: tensor.map(|t| t.id), dtype: tensor.map_or(Dtype::BF16, |t| t.dtype) }
+    }
+
+    fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Linear, Error> {
+        let tensor = self.tensor(name, &[Dtype::BF16, Dtype::F32], &[&[rows, cols]]);
+        let mut linear = Linear { rows, cols, dtype: Dtype::BF16, bytes: Vec::new() };
+        if let Some(tensor) = tensor {
+            linear.dtype = tensor.dtype;
+            self.trunk_bytes += tensor.bytes;
+            if self.load {
+                linear.bytes = self.checkpoint.read(tensor.id)?;
+            }
+        }
+        Ok(linear)
+    }
+
+    fn vector(&mut self, name: &str, n: usize) -> Result<Vec<f32>, Error> {
+        self.any_vector(name, &[&[n]])
+    }
+
+    /// A small tensor of one of the shapes, as f32.
+    fn any_vector(&mut self, name: &str, shapes: &[&[usize]]) -> Result<Vec<f32>, Error> {
+        let Some(tensor) = self.tensor(name, &[Dtype::BF16, Dtype::F32, Dtype::F16], shapes) else {
+            return Ok(Vec::new());
+        };
+        self.trunk_bytes += tensor.bytes / tensor.dtype.size() * 4;
+        if !self.load {
+            return Ok(Vec::new());
+        }
+        let bytes = self.checkpoint.read(tensor.id)?;
+        Ok(to_f32(tensor.dtype, &bytes))
+    }
+
+    /// Looks a tensor up and checks it; what is wrong goes on the list of problems.
+    fn tensor(
+        &mut self,
+        name: &str,
+        dtypes: &[Dtype],
+        shapes: &[&[usize]],
+    ) -> Option<TensorInfo<'a>> {
+        self.tensors += 1;
+        let Some(tensor) = self.checkpoint.find(name) else {
+            self.problems.push(format!("{name}: missing"));
+            return None;
+        };
+        if !dtypes.contains(&tensor.dtype) {
+            let expected: Vec<String> = dtypes.iter().map(Dtype::to_string).collect();
+            self.problems.push(format!(
+                "{name} in {}: stored as {}, expected {}",
+                tensor.shard,
+                tensor.dtype,
+                expected.join(" or ")
+            ));
+            return None;
+        }
+        let fits = |shape: &&[usize]| {
+            shape.len() == tensor.shape.len()
+                && shape.iter().zip(tensor.shape.iter()).all(|(&a, &b)| a as u64 == b)
+        };
+        if !shapes.iter().any(fits) {
+            let expected: Vec<String> = shapes.iter().map(|s| format!("{s:?}")).collect();
+            self.problems.push(format!(
+                "{name} in {}: has shape {}, expected {}",
+                tensor.shard,
+                tensor.shape,
+                expected.join(" or ")
+            ));
+            return None;
+        }
+        Some(tensor)
+    }
+}
+
+/// Little-endian elements as f32; exact for every type but U8, which no caller asks for.
+pub(crate) fn to_f32(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+    match dtype {
+        Dtype::BF16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
+        Dtype::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
+        Dtype::F32 => {
+            bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+        }
+        Dtype::U8 => bytes.iter().map(|&b| f32::from(b)).collect(),
+    }
+}
