@@ -319,6 +319,16 @@ fn each_broken_index_is_refused_naming_file_and_tensor() {
             &[r#""b""#, "1.safetensors", "2.safetensors"],
         ),
         index(
+            "tensor assigned to the wrong shard, met after the right one",
+            &map(&[("a", "1.safetensors"), ("c", "2.safetensors"), ("b", "2.safetensors")]),
+            vec![
+                ("1.safetensors", shard_bytes(&two_u8("[0,4]", "[4,8]"), &[0; 8])),
+                ("2.safetensors", one_u8("c")),
+            ],
+            |e| matches!(e, E::WrongShard { .. }),
+            &[r#""b""#, "1.safetensors", "2.safetensors"],
+        ),
+        index(
             "tensor that the index does not name",
             &map(&[("a", "1.safetensors")]),
             vec![("1.safetensors", shard_bytes(&two_u8("[0,4]", "[4,8]"), &[0; 8]))],
