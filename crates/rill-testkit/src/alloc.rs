@@ -29,10 +29,7 @@ impl PeakAlloc {
         reason = "it is only ever a static, which needs a const fn"
     )]
     pub const fn new() -> Self {
-        Self {
-            live_bytes: AtomicUsize::new(0),
-            peak_bytes: AtomicUsize::new(0),
-        }
+        Self { live_bytes: AtomicUsize::new(0), peak_bytes: AtomicUsize::new(0) }
     }
 
     /// Bytes allocated and not yet freed.
@@ -64,10 +61,7 @@ impl PeakAlloc {
 
 // The default `alloc_zeroed` and `realloc` go through `alloc` and `dealloc`, so a growing vector
 // counts old and new storage together: the worst case, which is what a ceiling is about.
-#[expect(
-    unsafe_code,
-    reason = "a global allocator is an unsafe trait; this one only counts"
-)]
+#[expect(unsafe_code, reason = "a global allocator is an unsafe trait; this one only counts")]
 // SAFETY: every pointer comes from and returns to `System` with the caller's own layout, and the
 // counters neither allocate nor panic.
 unsafe impl GlobalAlloc for PeakAlloc {

@@ -53,16 +53,12 @@ impl Tensor {
 
 /// The 497,220 tensors of the published Kimi K3 checkpoint, vision tower included.
 pub fn kimi_k3_tensors() -> Vec<Tensor> {
-    tensors(&published(include_str!(
-        "../../../fixtures/configs/kimi-k3.json"
-    )))
+    tensors(&published(include_str!("../../../fixtures/configs/kimi-k3.json")))
 }
 
 /// The tensors of the published Kimi-Linear-48B-A3B checkpoint.
 pub fn kimi_linear_tensors() -> Vec<Tensor> {
-    tensors(&published(include_str!(
-        "../../../fixtures/configs/kimi-linear-48b.json"
-    )))
+    tensors(&published(include_str!("../../../fixtures/configs/kimi-linear-48b.json")))
 }
 
 /// The tensors of a checkpoint with this `config.json`, in layer order.
@@ -87,9 +83,7 @@ fn text_model(list: &mut List, config: &Value, prefix: &str) {
     let vocab = number(config, "vocab_size");
     let attn_res = config.get("attn_res_block_size").is_some();
     let full_attn = &config["linear_attn_config"]["full_attn_layers"];
-    let full_attn = full_attn
-        .as_array()
-        .expect("full_attn_layers lists the MLA layers");
+    let full_attn = full_attn.as_array().expect("full_attn_layers lists the MLA layers");
 
     let model = format!("{prefix}model");
     list.bf16(format!("{model}.embed_tokens.weight"), &[vocab, hidden]);
@@ -137,16 +131,8 @@ fn kda(list: &mut List, config: &Value, at: &str) {
         list.bf16(format!("{at}.{part}_proj.weight"), &[wide, hidden]);
         // The two releases store these three differently; nothing in the configuration says so,
         // so the gate, which is what tells K3's attention apart, stands in for it.
-        let dtype = if full_rank_gate {
-            Dtype::F32
-        } else {
-            Dtype::Bf16
-        };
-        list.push(
-            format!("{at}.{part}_conv1d.weight"),
-            dtype,
-            &[wide, 1, taps],
-        );
+        let dtype = if full_rank_gate { Dtype::F32 } else { Dtype::Bf16 };
+        list.push(format!("{at}.{part}_conv1d.weight"), dtype, &[wide, 1, taps]);
     }
     list.bf16(format!("{at}.f_a_proj.weight"), &[head_dim, hidden]);
     list.bf16(format!("{at}.f_b_proj.weight"), &[wide, head_dim]);
@@ -181,15 +167,9 @@ fn mla(list: &mut List, config: &Value, at: &str) {
     } else {
         list.bf16(format!("{at}.q_proj.weight"), &[query, hidden]);
     }
-    list.bf16(
-        format!("{at}.kv_a_proj_with_mqa.weight"),
-        &[latent + rope, hidden],
-    );
+    list.bf16(format!("{at}.kv_a_proj_with_mqa.weight"), &[latent + rope, hidden]);
     list.bf16(format!("{at}.kv_a_layernorm.weight"), &[latent]);
-    list.bf16(
-        format!("{at}.kv_b_proj.weight"),
-        &[heads * (nope + value), latent],
-    );
+    list.bf16(format!("{at}.kv_b_proj.weight"), &[heads * (nope + value), latent]);
     if config["mla_use_output_gate"].as_bool() == Some(true) {
         list.bf16(format!("{at}.g_proj.weight"), &[heads * value, hidden]);
     }
@@ -205,35 +185,17 @@ fn moe(list: &mut List, config: &Value, at: &str) {
     let mxfp4 = config["quantization_config"]["format"].as_str() == Some("mxfp4-pack-quantized");
 
     list.bf16(format!("{at}.gate.weight"), &[experts, hidden]);
-    list.push(
-        format!("{at}.gate.e_score_correction_bias"),
-        Dtype::F32,
-        &[experts],
-    );
+    list.push(format!("{at}.gate.e_score_correction_bias"), Dtype::F32, &[experts]);
     if let Some(latent) = latent {
-        list.bf16(
-            format!("{at}.routed_expert_down_proj.weight"),
-            &[latent, hidden],
-        );
+        list.bf16(format!("{at}.routed_expert_down_proj.weight"), &[latent, hidden]);
         list.bf16(format!("{at}.routed_expert_norm.weight"), &[latent]);
-        list.bf16(
-            format!("{at}.routed_expert_up_proj.weight"),
-            &[hidden, latent],
-        );
+        list.bf16(format!("{at}.routed_expert_up_proj.weight"), &[hidden, latent]);
     }
-    mlp(
-        list,
-        &format!("{at}.shared_experts"),
-        shared * inter,
-        hidden,
-    );
+    mlp(list, &format!("{at}.shared_experts"), shared * inter, hidden);
     let width = latent.unwrap_or(hidden);
     for expert in 0..experts {
-        for (part, out, input) in [
-            ("w1", inter, width),
-            ("w3", inter, width),
-            ("w2", width, inter),
-        ] {
+        for (part, out, input) in [("w1", inter, width), ("w3", inter, width), ("w2", width, inter)]
+        {
             let weight = format!("{at}.experts.{expert}.{part}.weight");
             if mxfp4 {
                 list.push(format!("{weight}_packed"), Dtype::U8, &[out, input / 2]);
@@ -259,9 +221,7 @@ fn vision_tower(list: &mut List, config: &Value) {
     let rows = number(config, "init_pos_emb_height");
     let columns = number(config, "init_pos_emb_width");
     let text = number(config, "text_hidden_size");
-    let merge = config["merge_kernel_size"]
-        .as_array()
-        .expect("merge_kernel_size is a pair");
+    let merge = config["merge_kernel_size"].as_array().expect("merge_kernel_size is a pair");
     let merged = merge.iter().filter_map(Value::as_u64).product::<u64>() * dim;
 
     let embed = "vision_tower.patch_embed";
@@ -300,7 +260,5 @@ fn published(config: &str) -> Value {
 }
 
 fn number(config: &Value, key: &str) -> u64 {
-    config[key]
-        .as_u64()
-        .unwrap_or_else(|| panic!("the configuration has no number under {key:?}"))
+    config[key].as_u64().unwrap_or_else(|| panic!("the configuration has no number under {key:?}"))
 }

@@ -22,11 +22,8 @@ fn kimi_k3_has_the_published_number_of_tensors() {
 fn kimi_k3_experts_have_the_published_size() {
     let expert = "language_model.model.layers.1.block_sparse_moe.experts.0.";
     let list = kimi_k3_tensors();
-    let expert: Vec<_> = list
-        .iter()
-        .filter(|t| t.name.starts_with(expert))
-        .map(Tensor::bytes)
-        .collect();
+    let expert: Vec<_> =
+        list.iter().filter(|t| t.name.starts_with(expert)).map(Tensor::bytes).collect();
     assert_eq!(expert.len(), 6);
     assert_eq!(expert.iter().sum::<u64>(), 17_547_264);
 }
@@ -39,14 +36,8 @@ fn kimi_linear_has_about_the_published_bytes() {
 
 #[test]
 fn generated_lists_equal_the_small_checkpoints_tensor_for_tensor() {
-    for folder in [
-        "fixtures/k3-tiny",
-        "fixtures/kimi-linear-tiny",
-        "models/k3-nano",
-    ] {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../..")
-            .join(folder);
+    for folder in ["fixtures/k3-tiny", "fixtures/kimi-linear-tiny", "models/k3-nano"] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(folder);
         let config = fs::read(folder.join("config.json")).unwrap();
         let made: BTreeMap<String, (String, Vec<u64>)> =
             tensors(&serde_json::from_slice(&config).unwrap())
@@ -69,14 +60,8 @@ fn header_only_checkpoint_has_the_sizes_its_headers_claim() {
         let written = write_header_only(dir.path(), &list, n_shards).unwrap();
         let on_disk = shipped(dir.path());
         assert_eq!(on_disk.len(), list.len());
-        assert_eq!(
-            written.payload_bytes,
-            list.iter().map(Tensor::bytes).sum::<u64>()
-        );
-        let files: u64 = shards(dir.path())
-            .iter()
-            .map(|p| p.metadata().unwrap().len())
-            .sum();
+        assert_eq!(written.payload_bytes, list.iter().map(Tensor::bytes).sum::<u64>());
+        let files: u64 = shards(dir.path()).iter().map(|p| p.metadata().unwrap().len()).sum();
         assert_eq!(written.shard_bytes, files);
         assert_eq!(shards(dir.path()).len(), n_shards);
     }
