@@ -36,11 +36,10 @@ impl Folder {
     ///
     /// If the file is absent, is not a regular file, has more than `max_bytes`, or cannot be read.
     pub fn read(&self, file: &str, max_bytes: u64) -> Result<Vec<u8>, FormatError> {
+        let (mut stream, _) = self.stream(file, max_bytes)?;
         let mut bytes = Vec::new();
-        self.reader(file, max_bytes)?
-            .read_to_end(&mut bytes)
-            .map_err(|source| self.io_error(file, "reading", source))?;
-        // The file may have grown since its size was taken; the reader stops one byte late.
+        stream.read_to_end(&mut bytes).map_err(|source| self.io_error(file, "reading", source))?;
+        // The file may have grown since its size was taken; the stream ends one byte late.
         if bytes.len() as u64 > max_bytes {
             return Err(self.too_large(file, bytes.len() as u64, max_bytes));
         }
@@ -63,8 +62,13 @@ impl Folder {
         }
     }
 
-    /// A stream over a file of at most `max_bytes`; it ends one byte after that at the latest.
-    pub(crate) fn reader(&self, file: &str, max_bytes: u64) -> Result<Box<dyn Read>, FormatError> {
+    /// A stream over a file of at most `max_bytes`, and the file's size. The stream ends one byte
+    /// after `max_bytes` at the latest, however the file grows.
+    pub(crate) fn stream(
+        &self,
+        file: &str,
+        max_bytes: u64,
+    ) -> Result<(Box<dyn Read>, u64), FormatError> {
         let source = self.open(file)?;
         let found =
             source.len().map_err(|source| self.io_error(file, "taking its size", source))?;
@@ -72,10 +76,11 @@ impl Folder {
             return Err(self.too_large(file, found, max_bytes));
         }
         let limit = max_bytes.saturating_add(1);
-        Ok(match source {
+        let stream: Box<dyn Read> = match source {
             Source::File(file) => Box::new(file.take(limit)),
             Source::Memory(bytes) => Box::new(bytes),
-        })
+        };
+        Ok((stream, found))
     }
 
     /// Opens a file for reads at a position.

@@ -1,5 +1,6 @@
 //! The header of a safetensors shard: a JSON object of tensors, checked until it can be trusted.
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fmt;
 
@@ -154,9 +155,9 @@ impl Parse<'_> {
         })
     }
 
-    fn check_entry(&self, tensor: &str, raw: &RawEntry) -> Result<HeaderEntry, FormatError> {
+    fn check_entry(&self, name: String, raw: &RawEntry<'_>) -> Result<HeaderEntry, FormatError> {
         let shard = || self.shard.to_owned();
-        let tensor = || tensor.to_owned();
+        let tensor = || name.clone();
         let dtype = Dtype::from_name(&raw.dtype).ok_or_else(|| FormatError::UnknownDtype {
             shard: shard(),
             tensor: tensor(),
@@ -184,7 +185,7 @@ impl Parse<'_> {
                 end,
             });
         }
-        Ok(HeaderEntry { name: tensor(), dtype, shape, begin, end })
+        Ok(HeaderEntry { name, dtype, shape, begin, end })
     }
 }
 
@@ -218,16 +219,16 @@ impl<'de> Visitor<'de> for &mut Parse<'_> {
                 self.fault = Some(fault);
                 return Err(de::Error::custom("refused"));
             }
-            self.tensor = Some(name.clone());
-            let raw = map.next_value::<RawEntry>()?;
-            match self.check_entry(&name, &raw) {
+            self.tensor = Some(name);
+            let raw = map.next_value::<RawEntry<'de>>()?;
+            let name = self.tensor.take().expect("it was set two lines above");
+            match self.check_entry(name, &raw) {
                 Ok(entry) => self.entries.push(entry),
                 Err(fault) => {
                     self.fault = Some(fault);
                     return Err(de::Error::custom("refused"));
                 }
             }
-            self.tensor = None;
         }
         Ok(())
     }
@@ -235,8 +236,9 @@ impl<'de> Visitor<'de> for &mut Parse<'_> {
 
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RawEntry {
-    dtype: String,
+struct RawEntry<'a> {
+    #[serde(borrow)]
+    dtype: Cow<'a, str>,
     shape: RawShape,
     data_offsets: [u64; 2],
 }
