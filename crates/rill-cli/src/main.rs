@@ -1,2 +1,39 @@
-//! The `rill` program.
-fn main() {}
+//! The `rill` program: a client of the library like any other.
+
+mod args;
+mod bundle;
+mod eval;
+mod info;
+mod model;
+mod output;
+mod prompt;
+mod run;
+mod selftest;
+mod tokens;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Args, Command};
+use output::Outcome;
+
+fn main() -> ExitCode {
+    let result = match Args::parse().command {
+        Command::Run(args) => run::run(&args),
+        Command::Eval(args) => eval::run(&args),
+        Command::Tokenize(args) => tokens::tokenize(&args),
+        Command::Detokenize(args) => tokens::detokenize(&args),
+        Command::Info(args) => info::run(&args),
+        Command::Selftest(args) => selftest::run(&args),
+    };
+    match result {
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        Ok(Outcome::Interrupted) => ExitCode::from(130),
+        Err(error) if output::reader_went_away(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("rill: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -47,5 +47,5 @@ pub use generate::{FinishReason, GenerateOptions, Generation};
 pub use perplexity::Perplexity;
 pub use rill_format::{Checkpoint, Folder, FormatError};
 pub use rill_text::{TextError, Tokenizer, chat};
-pub use sampler::{Sampler, Sampling};
+pub use sampler::{Sampler, Sampling, likelier_first};
 pub use session::Session;

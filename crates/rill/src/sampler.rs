@@ -98,7 +98,7 @@ impl Sampler {
 }
 
 /// Orders ids by falling logit, then by rising id; NaN comes last.
-pub(crate) fn likelier_first(logits: &[f32], a: u32, b: u32) -> Ordering {
+pub fn likelier_first(logits: &[f32], a: u32, b: u32) -> Ordering {
     let (x, y) = (logits[a as usize], logits[b as usize]);
     let by_logit = y.partial_cmp(&x).unwrap_or_else(|| x.is_nan().cmp(&y.is_nan()));
     by_logit.then(a.cmp(&b))

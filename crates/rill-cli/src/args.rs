@@ -1,0 +1,215 @@
+//! What can be typed.
+
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
+
+/// Run language models that are larger than memory.
+#[derive(Debug, Parser)]
+#[command(
+    version,
+    propagate_version = true,
+    after_help = "Exit codes: 0 done, 1 failure, 2 wrong usage, 130 interrupted (Ctrl-C; what was \
+                  generated so far has been printed)."
+)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Answer a question, or continue a text with --raw
+    Run(RunArgs),
+    /// Show what the model expects next, dump logits or measure perplexity
+    Eval(EvalArgs),
+    /// Turn text into token ids
+    Tokenize(TokenizeArgs),
+    /// Turn token ids into text
+    Detokenize(DetokenizeArgs),
+    /// Describe a checkpoint from its headers
+    Info(InfoArgs),
+    /// Prove this installation against the built-in reference values
+    Selftest(SelftestArgs),
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ModelArgs {
+    /// Folder of a Kimi checkpoint as published; without it, the built-in demo model
+    #[arg(short, long, value_name = "PATH")]
+    pub(crate) model: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Engine")]
+pub(crate) struct EngineArgs {
+    /// Threads that compute; 0 means one per core
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) threads: u16,
+
+    /// Prompt tokens that pass through a layer together
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=8192))]
+    pub(crate) prefill_chunk: u16,
+
+    /// Kernels to compute with; the result is the same
+    #[arg(long, value_enum, default_value_t = Kernels::Fastest)]
+    pub(crate) kernels: Kernels,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Kernels {
+    Fastest,
+    Scalar,
+}
+
+/// Text from an argument, a file or a pipe.
+#[derive(Debug, clap::Args)]
+pub(crate) struct TextArgs {
+    /// The text; `-`, or nothing when input is piped, reads standard input
+    #[arg(value_name = "TEXT", allow_hyphen_values = false)]
+    pub(crate) text: Option<String>,
+
+    /// Read the text from a file
+    #[arg(long, value_name = "PATH", conflicts_with = "text")]
+    pub(crate) file: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub(crate) prompt: TextArgs,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+
+    /// Continue the text as it is, without the model's chat format
+    #[arg(long)]
+    pub(crate) raw: bool,
+
+    /// Let the model reason first, and show the reasoning between <think> lines
+    #[arg(long, conflicts_with = "raw")]
+    pub(crate) think: bool,
+
+    /// Most tokens to generate
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 512)]
+    pub(crate) max_tokens: usize,
+
+    /// Randomness; 0 always takes the most likely token
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
+    pub(crate) temp: f32,
+
+    /// Sample from the most likely tokens whose probabilities add up to this
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = probability)]
+    pub(crate) top_p: f32,
+
+    /// Sample from this many of the most likely tokens; 0 means all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    pub(crate) top_k: usize,
+
+    /// Start of the random numbers: the same seed gives the same text
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    pub(crate) seed: u64,
+
+    /// End at this text, which is not printed; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) stop: Vec<String>,
+
+    /// Print no statistics
+    #[arg(short, long)]
+    pub(crate) quiet: bool,
+
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(group = ArgGroup::new("input").args(["text", "file", "ids", "perplexity"]))]
+pub(crate) struct EvalArgs {
+    #[command(flatten)]
+    pub(crate) text: TextArgs,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+
+    /// Token ids instead of text, taken as they are: no BOS is put in front
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1)]
+    pub(crate) ids: Option<Vec<u32>>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// How many of the most likely tokens to list
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub(crate) top: usize,
+
+    /// Write `input_ids` and the `logits` of every position to a safetensors file
+    #[arg(long, value_name = "FILE", conflicts_with = "perplexity")]
+    pub(crate) dump_logits: Option<PathBuf>,
+
+    /// Measure the perplexity of a text file instead
+    #[arg(long, value_name = "FILE")]
+    pub(crate) perplexity: Option<PathBuf>,
+
+    /// Tokens of one perplexity window, each started with BOS and fresh state
+    #[arg(long, value_name = "N", default_value_t = 255, requires = "perplexity", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) window: u32,
+
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct TokenizeArgs {
+    #[command(flatten)]
+    pub(crate) text: TextArgs,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+
+    /// Let names of reserved tokens become those tokens
+    #[arg(long)]
+    pub(crate) markup: bool,
+
+    /// Print ids and pieces as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DetokenizeArgs {
+    /// Token ids, separated by commas or spaces; `-`, or nothing when input is piped, reads
+    /// standard input
+    #[arg(value_name = "IDS")]
+    pub(crate) ids: Vec<String>,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct InfoArgs {
+    /// Folder of a Kimi checkpoint as published; without it, the built-in demo model
+    #[arg(value_name = "PATH")]
+    pub(crate) path: Option<PathBuf>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct SelftestArgs {
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
+        _ => Err("expected a number that is not negative, such as 0.7".to_owned()),
+    }
+}
+
+fn probability(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
+        _ => Err("expected a number above 0 and at most 1, such as 0.95".to_owned()),
+    }
+}

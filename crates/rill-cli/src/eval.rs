@@ -1,0 +1,162 @@
+//! `rill eval`: what the model expects next.
+
+use std::fs;
+use std::io::{IsTerminal, Write};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result};
+use rill::{Engine, Error, Logits, Tokenizer, likelier_first};
+use serde_json::json;
+
+use crate::args::EvalArgs;
+use crate::output::{Outcome, interrupt_flag, print, write_file};
+use crate::{model, prompt};
+
+/// Positions whose logits are computed and written at a time.
+const POSITIONS: usize = 64;
+
+pub(crate) fn run(args: &EvalArgs) -> Result<Outcome> {
+    if let Some(path) = &args.perplexity {
+        return perplexity(args, path);
+    }
+    let text = match args.ids {
+        Some(_) => None,
+        None => Some(prompt::prompt(&args.text)?),
+    };
+    let engine = model::engine(&args.model, &args.engine)?;
+    // Ids need no tokenizer, so a checkpoint without one can be evaluated by them.
+    let tokenizer = match &text {
+        Some(_) => Some(engine.open_tokenizer()?),
+        None => engine.open_tokenizer().ok(),
+    };
+    let ids = match (&args.ids, &text, &tokenizer) {
+        (None, Some(text), Some(tokenizer)) => {
+            [vec![engine.config().bos_token_id], tokenizer.encode_text_bytes(text)].concat()
+        }
+        (ids, ..) => ids.clone().unwrap_or_default(),
+    };
+    let interrupted = interrupt_flag()?;
+    let last = match &args.dump_logits {
+        None => forward(&engine, &ids, &interrupted, &mut |_| Ok(()))?,
+        Some(path) => {
+            let mut last = None;
+            write_file(path, |out| {
+                write_header(out, ids.len(), engine.config().vocab_size)?;
+                for id in &ids {
+                    out.write_all(&id.to_le_bytes())?;
+                }
+                last = forward(&engine, &ids, &interrupted, &mut |logits| {
+                    let bytes: Vec<u8> = logits.iter().flat_map(|l| l.to_le_bytes()).collect();
+                    Ok(out.write_all(&bytes)?)
+                })?;
+                Ok(if last.is_some() { Outcome::Done } else { Outcome::Interrupted })
+            })?;
+            last
+        }
+    };
+    let Some(last) = last else { return Ok(Outcome::Interrupted) };
+    show(args, &ids, &last, tokenizer.as_ref())?;
+    Ok(Outcome::Done)
+}
+
+/// Runs all positions, hands their logits to `sink` a few at a time and returns the last
+/// position's; `None` when interrupted.
+fn forward(
+    engine: &Engine,
+    ids: &[u32],
+    interrupted: &AtomicBool,
+    sink: &mut dyn FnMut(&[f32]) -> Result<()>,
+) -> Result<Option<Vec<f32>>> {
+    let vocab = engine.config().vocab_size;
+    let mut session = engine.new_session();
+    let mut last = Vec::new();
+    for chunk in ids.chunks(POSITIONS) {
+        let logits = engine.forward(&mut session, chunk, Logits::All)?;
+        sink(&logits)?;
+        last = logits[logits.len() - vocab..].to_vec();
+        if interrupted.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+    }
+    if last.is_empty() {
+        return Err(Error::EmptyPrompt.into());
+    }
+    Ok(Some(last))
+}
+
+/// The header of a safetensors file with `input_ids` (n) and `logits` (n, vocab), data in that
+/// order. Written by hand so that the logits of a long text need not fit in memory.
+fn write_header(out: &mut dyn Write, n: usize, vocab: usize) -> Result<()> {
+    let ids = 4 * n;
+    let end = ids + 4 * n * vocab;
+    let header = json!({
+        "input_ids": { "dtype": "I32", "shape": [n], "data_offsets": [0, ids] },
+        "logits": { "dtype": "F32", "shape": [n, vocab], "data_offsets": [ids, end] },
+    });
+    let mut header = header.to_string();
+    // Data starts aligned.
+    header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+    out.write_all(&(header.len() as u64).to_le_bytes())?;
+    out.write_all(header.as_bytes())?;
+    Ok(())
+}
+
+fn show(args: &EvalArgs, ids: &[u32], logits: &[f32], tokenizer: Option<&Tokenizer>) -> Result<()> {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weight = |l: f32| f64::from(l - max).exp();
+    let total: f64 = logits.iter().map(|&l| weight(l)).sum();
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    order.sort_by(|&a, &b| likelier_first(logits, a, b));
+    let text = |id| {
+        let bytes = tokenizer.and_then(|t| t.token_bytes(id)).unwrap_or_default();
+        String::from_utf8_lossy(bytes).into_owned()
+    };
+    let rows = order.iter().take(args.top).map(|&id| {
+        let logit = logits[id as usize];
+        (id, text(id), logit, weight(logit) / total)
+    });
+    if args.json {
+        let top: Vec<_> = rows
+            .map(|(id, text, logit, probability)| {
+                json!({ "id": id, "text": text, "logit": logit, "probability": probability })
+            })
+            .collect();
+        return print(format!("{}\n", json!({ "input_ids": ids, "next": top })));
+    }
+    let mut table = format!("{:>8} {:>11} {:>9}  token\n", "id", "probability", "logit");
+    for (id, text, logit, probability) in rows {
+        table.push_str(&format!("{id:>8} {probability:>11.6} {logit:>9.4}  {text:?}\n"));
+    }
+    print(table)
+}
+
+fn perplexity(args: &EvalArgs, path: &Path) -> Result<Outcome> {
+    let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let engine = model::engine(&args.model, &args.engine)?;
+    let ids = engine.open_tokenizer()?.encode_text_bytes(&text);
+    let interrupted = interrupt_flag()?;
+    let show_progress = std::io::stderr().is_terminal();
+    let result = engine.perplexity(&ids, args.window as usize, &mut |done, all| {
+        if show_progress {
+            eprint!("\rwindow {done} of {all}{}", if done == all { "\n" } else { "" });
+        }
+        match interrupted.load(Ordering::Relaxed) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    });
+    let result = match result {
+        Err(Error::Cancelled) => return Ok(Outcome::Interrupted),
+        result => result?,
+    };
+    let (perplexity, tokens, windows) = (result.perplexity, result.tokens, result.windows);
+    if args.json {
+        let result = json!({ "perplexity": perplexity, "tokens": tokens, "windows": windows });
+        print(format!("{result}\n"))?;
+    } else {
+        print(format!("perplexity {perplexity:.4} over {tokens} tokens in {windows} windows\n"))?;
+    }
+    Ok(Outcome::Done)
+}

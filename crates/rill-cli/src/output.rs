@@ -1,0 +1,63 @@
+//! Standard output, interruption and files that appear whole or not at all.
+
+use std::io::{self, ErrorKind, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result};
+
+/// How a command that did not fail ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Done,
+    Interrupted,
+}
+
+/// Writes to standard output at once.
+pub(crate) fn print(text: impl AsRef<[u8]>) -> Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_ref()).and_then(|()| out.flush()).context("standard output")
+}
+
+/// Whether an error is only that whoever read our output has stopped reading, as `head` does.
+pub(crate) fn reader_went_away(error: &anyhow::Error) -> bool {
+    let io = error.chain().find_map(|e| e.downcast_ref::<io::Error>());
+    io.is_some_and(|e| e.kind() == ErrorKind::BrokenPipe)
+}
+
+/// A flag that Ctrl-C (or a request to terminate) sets. The second one ends the program at once.
+pub(crate) fn interrupt_flag() -> Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    let handler = flag.clone();
+    ctrlc::set_handler(move || {
+        if handler.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    })
+    .context("cannot listen for Ctrl-C")?;
+    Ok(flag)
+}
+
+/// Writes a file aside, syncs it and moves it into place, so that no failure leaves half of it
+/// and an old one survives until the new one is whole.
+pub(crate) fn write_file(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<Outcome>,
+) -> Result<Outcome> {
+    let what = || format!("cannot write {}", path.display());
+    let folder = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let mut file = tempfile::NamedTempFile::new_in(folder).with_context(what)?;
+    let mut out = io::BufWriter::new(&mut file);
+    let outcome = write(&mut out).with_context(what)?;
+    out.flush().with_context(what)?;
+    drop(out);
+    if outcome == Outcome::Done {
+        file.as_file().sync_all().with_context(what)?;
+        file.persist(path).with_context(what)?;
+    }
+    Ok(outcome)
+}

@@ -1,0 +1,190 @@
+//! `rill run`: a question in, an answer out.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use rill::chat::{ChatFormat, ReplyPart, ReplyReader};
+use rill::{Engine, FinishReason, GenerateOptions, Sampling, Tokenizer};
+use rill_text::{StopMatcher, Utf8Stream};
+
+use crate::args::RunArgs;
+use crate::output::{Outcome, interrupt_flag, print};
+use crate::{model, prompt};
+
+pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
+    let text = prompt::prompt(&args.prompt)?;
+    let engine = model::engine(&args.model, &args.engine)?;
+    let tokenizer = engine.open_tokenizer()?;
+    let (ids, reader) = encode(args, &engine, &tokenizer, &text)?;
+
+    let cancel = interrupt_flag()?;
+    let options = GenerateOptions {
+        max_tokens: args.max_tokens,
+        sampling: Sampling {
+            temperature: args.temp,
+            top_p: args.top_p,
+            top_k: args.top_k,
+            seed: args.seed,
+        },
+        stop_tokens: None,
+        cancel: cancel.clone(),
+    };
+    let reads_before = engine.expert_reads();
+    let start = Instant::now();
+    let mut session = engine.new_session();
+    let mut generation = engine.generate(&mut session, &ids, options)?;
+    let prefill = start.elapsed();
+
+    let mut reply = Reply::new(reader, args);
+    let mut n_tokens = 0;
+    let mut failure = None;
+    for token in &mut generation {
+        match token {
+            Ok(token) => {
+                n_tokens += 1;
+                let bytes = tokenizer.token_bytes(token).unwrap_or_default();
+                if reply.push(token, bytes)? {
+                    break;
+                }
+            }
+            Err(error) => failure = Some(error),
+        }
+    }
+    reply.finish()?;
+    let total = start.elapsed();
+    let finish = generation.finish_reason();
+    if !args.quiet {
+        let reads = engine.expert_reads();
+        let tokens = session.position().max(1) as f64;
+        eprintln!(
+            "prompt {}; generated {}; experts {:.3} MB/token, read at {:.2} GB/s; {} threads, {} \
+             kernels{}",
+            rate(ids.len(), prefill),
+            rate(n_tokens, total - prefill),
+            (reads.bytes - reads_before.bytes) as f64 / 1e6 / tokens,
+            (reads.bytes - reads_before.bytes) as f64
+                / (reads.read_ns - reads_before.read_ns).max(1) as f64,
+            engine.threads(),
+            engine.kernels(),
+            match finish {
+                Some(FinishReason::Length) => "; stopped at --max-tokens",
+                Some(FinishReason::ContextFull) => "; stopped because the context is full",
+                Some(FinishReason::Cancelled) => "; interrupted",
+                _ => "",
+            },
+        );
+    }
+    match failure {
+        Some(error) => Err(error.into()),
+        None if cancel.load(Ordering::Relaxed) => Ok(Outcome::Interrupted),
+        None => Ok(Outcome::Done),
+    }
+}
+
+/// Prompt ids, and the reader of the reply when the chat format is used.
+fn encode(
+    args: &RunArgs,
+    engine: &Engine,
+    tokenizer: &Tokenizer,
+    text: &[u8],
+) -> Result<(Vec<u32>, Option<ReplyReader>)> {
+    let bos = engine.config().bos_token_id;
+    if args.raw {
+        return Ok(([vec![bos], tokenizer.encode_text_bytes(text)].concat(), None));
+    }
+    let format = ChatFormat::detect(tokenizer).context(
+        "the tokenizer has no reserved tokens of a known chat format; use --raw to continue a \
+         text",
+    )?;
+    let question = String::from_utf8_lossy(text);
+    let ids = format.render_question(tokenizer, &question, args.think)?;
+    Ok((ids, Some(format.reply_reader(tokenizer, args.think))))
+}
+
+/// Prints a reply as it is generated.
+struct Reply {
+    /// `None`: everything is content.
+    reader: Option<ReplyReader>,
+    show_reasoning: bool,
+    reasoning: Utf8Stream,
+    content: Utf8Stream,
+    stop: StopMatcher,
+    in_reasoning: bool,
+    ends_with_newline: bool,
+}
+
+impl Reply {
+    fn new(reader: Option<ReplyReader>, args: &RunArgs) -> Self {
+        Self {
+            reader,
+            show_reasoning: args.think,
+            reasoning: Utf8Stream::new(),
+            content: Utf8Stream::new(),
+            stop: StopMatcher::new(args.stop.clone()),
+            in_reasoning: false,
+            ends_with_newline: false,
+        }
+    }
+
+    /// Shows what the token adds; true when the reply is over.
+    fn push(&mut self, token: u32, bytes: &[u8]) -> Result<bool> {
+        match self.reader.as_mut().map_or(ReplyPart::Content, |reader| reader.push(token)) {
+            ReplyPart::Reasoning => {
+                if self.show_reasoning {
+                    if !self.in_reasoning {
+                        self.in_reasoning = true;
+                        self.show("<think>\n")?;
+                    }
+                    let text = self.reasoning.push(bytes);
+                    self.show(&text)?;
+                }
+                Ok(false)
+            }
+            ReplyPart::Content => {
+                self.end_reasoning()?;
+                let text = self.content.push(bytes);
+                let step = self.stop.push(&text);
+                self.show(&step.emit)?;
+                Ok(step.stopped)
+            }
+            ReplyPart::End => Ok(true),
+            _ => Ok(false),
+        }
+    }
+
+    /// Shows what was held back and ends the last line.
+    fn finish(&mut self) -> Result<()> {
+        self.end_reasoning()?;
+        let text = self.content.finish();
+        let step = self.stop.push(&text);
+        self.show(&step.emit)?;
+        let rest = self.stop.finish();
+        self.show(&rest)?;
+        if self.ends_with_newline { Ok(()) } else { print("\n") }
+    }
+
+    fn end_reasoning(&mut self) -> Result<()> {
+        if !self.in_reasoning {
+            return Ok(());
+        }
+        self.in_reasoning = false;
+        let rest = self.reasoning.finish();
+        self.show(&rest)?;
+        let line = if self.ends_with_newline { "</think>\n" } else { "\n</think>\n" };
+        self.show(line)
+    }
+
+    fn show(&mut self, text: &str) -> Result<()> {
+        if text.is_empty() {
+            return Ok(());
+        }
+        self.ends_with_newline = text.ends_with('\n');
+        print(text)
+    }
+}
+
+fn rate(tokens: usize, time: Duration) -> String {
+    let seconds = time.as_secs_f64();
+    format!("{tokens} tokens in {seconds:.2} s ({:.1} tokens/s)", tokens as f64 / seconds.max(1e-9))
+}

@@ -1,0 +1,50 @@
+//! `rill tokenize` and `rill detokenize`.
+
+use std::io::{self, IsTerminal};
+
+use anyhow::{Context, Result};
+use serde_json::json;
+
+use crate::args::{DetokenizeArgs, TokenizeArgs};
+use crate::output::{Outcome, print};
+use crate::{model, prompt};
+
+pub(crate) fn tokenize(args: &TokenizeArgs) -> Result<Outcome> {
+    let text = prompt::bytes(&args.text)?;
+    let (_, tokenizer) = model::tokenizer(&args.model)?;
+    let ids = match args.markup {
+        true => tokenizer.encode_markup(&String::from_utf8_lossy(&text)),
+        false => tokenizer.encode_text_bytes(&text),
+    };
+    if args.json {
+        let piece = |&id| String::from_utf8_lossy(tokenizer.token_bytes(id).unwrap_or_default());
+        let pieces: Vec<_> = ids.iter().map(piece).collect();
+        print(format!("{}\n", json!({ "ids": ids, "pieces": pieces })))?;
+    } else {
+        let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
+        print(format!("{}\n", ids.join(",")))?;
+    }
+    Ok(Outcome::Done)
+}
+
+pub(crate) fn detokenize(args: &DetokenizeArgs) -> Result<Outcome> {
+    let text = match &args.ids[..] {
+        [] => prompt::stdin(false, "give token ids, or pipe them in")?,
+        [dash] if dash == "-" => prompt::stdin(true, "")?,
+        ids => ids.join(",").into_bytes(),
+    };
+    let text = String::from_utf8_lossy(&text);
+    let ids = text
+        .split(|c: char| c == ',' || c.is_whitespace())
+        .filter(|word| !word.is_empty())
+        .map(|word| word.parse().with_context(|| format!("{word:?} is not a token id")))
+        .collect::<Result<Vec<u32>>>()?;
+    let (_, tokenizer) = model::tokenizer(&args.model)?;
+    let mut bytes = tokenizer.decode(&ids)?;
+    // Exact for a pipe; a terminal gets its prompt on a line of its own.
+    if io::stdout().is_terminal() {
+        bytes.push(b'\n');
+    }
+    print(bytes)?;
+    Ok(Outcome::Done)
+}
