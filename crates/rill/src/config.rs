@@ -282,6 +282,8 @@ const MAX_VOCAB: usize = 1 << 21;
 const MAX_HEADS: usize = 1 << 12;
 /// Width of one head (192).
 const MAX_HEAD_DIM: usize = 1 << 12;
+/// Taps of the short convolution (4).
+const MAX_CONV_KERNEL: usize = 1 << 6;
 /// Routed experts of a layer (896).
 const MAX_EXPERTS: usize = 1 << 16;
 /// Shared experts of a layer (2).
@@ -461,7 +463,7 @@ fn read_kda(section: &Section) -> Option<KdaConfig> {
     let n_heads = section.size("num_heads", MAX_HEADS);
     let head_dim = section.size("head_dim", MAX_HEAD_DIM);
     section.check_width("num_heads", "num_heads · head_dim", n_heads, head_dim);
-    section.exactly("short_conv_kernel_size", "4", "the kernels have four taps");
+    let conv_kernel_size = section.size("short_conv_kernel_size", MAX_CONV_KERNEL);
     let decay_gate = if section.contains("gate_lower_bound") {
         section
             .number("gate_lower_bound", "a finite negative number", |bound| bound < 0.0)
@@ -476,7 +478,7 @@ fn read_kda(section: &Section) -> Option<KdaConfig> {
     Some(KdaConfig {
         n_heads: n_heads?,
         head_dim: head_dim?,
-        conv_kernel_size: 4,
+        conv_kernel_size: conv_kernel_size?,
         decay_gate: decay_gate?,
         output_gate,
     })

@@ -250,7 +250,7 @@ fn each_broken_field_is_named_with_what_was_expected_and_found() {
         (LINEAR, "eos_token_id", "[163586]", "expected an integer from 0 to 2097151, found a list"),
         (K3, "text_config.pad_token_id", "0", "is 0, but the outer pad_token_id is 163839"),
         (LINEAR, "max_position_embeddings", "4096", ""),
-        (LINEAR, "linear_attn_config.short_conv_kernel_size", "3", "expected 4 (the kernels have four taps), found 3"),
+        (LINEAR, "linear_attn_config.short_conv_kernel_size", "65", "expected an integer from 1 to 64, found 65"),
         (K3, "text_config.linear_attn_config.gate_lower_bound", "0.0", "expected a finite negative number"),
         (K3, "text_config.linear_attn_config.gate_lower_bound", "-1e400", "expected a finite negative number"),
         (K3, "text_config.linear_attn_config.gate_lower_bound", "null", "a finite negative number within f32, found null"),
