@@ -1,0 +1,28 @@
+//! Experts are never expanded: multiplying packed bytes takes no memory at all.
+
+use rill_kernels::{Kernels, Matrix};
+use rill_testkit::PeakAlloc;
+
+#[global_allocator]
+static ALLOC: PeakAlloc = PeakAlloc::new();
+
+#[test]
+fn multiplying_packed_experts_allocates_nothing() {
+    let (rows, cols) = (256, 512);
+    let (packed, scales) = (vec![0x35u8; rows * cols / 2], vec![120u8; rows * cols / 32]);
+    let wide = vec![0x3fu8; rows * cols * 2];
+    let x = vec![0.5f32; 3 * cols];
+    let mut out = vec![0.0f32; 3 * rows];
+    let matrices = [
+        Matrix::mxfp4(rows, cols, &packed, &scales).unwrap(),
+        Matrix::bf16(rows, cols, &wide).unwrap(),
+    ];
+    for kernels in Kernels::all() {
+        for matrix in &matrices {
+            let before = ALLOC.restart_peak();
+            kernels.matmul(matrix, &x, 3, &mut out);
+            assert_eq!(ALLOC.peak_bytes(), before, "{kernels:?} {matrix:p}");
+            assert!(out.iter().all(|y| *y != 0.0));
+        }
+    }
+}
