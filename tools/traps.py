@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Breaks the code on purpose, one fault at a time, and demands that a test notices.
+
+    python3 tools/traps.py [NAME...]
+
+Each fault is a replacement in one file and the tests that must fail because of it. The committed
+tree is checked out under target/traps, so the working tree is never touched. A fault whose text is
+no longer found, that does not compile, or that no test notices ends with exit code 1.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TREE = ROOT / "target/traps/tree"
+BUILD = ROOT / "target/traps/build"
+
+FIXTURES = "-p rill --test fixtures"
+BITS = "-p rill --test bits"
+TRAPS = "-p rill --test traps"
+KERNELS = "-p rill-kernels --test bits"
+HOSTILE = "-p rill --test hostile"
+
+# name, file, [(old, new)], tests that must fail
+FAULTS = [
+    # The places that are silently wrong.
+    ("a_log_per_channel", "crates/rill/src/kda.rs", [
+        ("let rate = weights.decay_rate[h];", ""),
+        ("kernels.decay_bounded(&z[at.clone()], bias, rate, lower_bound, &mut decay);",
+         "for c in 0..dim { let i = at.start + c; kernels.decay_bounded(&z[i..=i], &bias[c..=c], "
+         "weights.decay_rate[c % heads], lower_bound, &mut decay[c..=c]); }"),
+        ("kernels.decay_unbounded(&z[at.clone()], bias, rate, &mut decay);", ""),
+    ], [FIXTURES, TRAPS]),
+    ("delta_against_the_undecayed_state", "crates/rill-kernels/src/scalar.rs", [
+        ("            *s *= a;\n            *u = k.mul_add(*s, *u);",
+         "            *u = k.mul_add(*s, *u);\n            *s *= a;"),
+    ], [KERNELS, FIXTURES]),
+    ("output_from_the_old_state", "crates/rill-kernels/src/scalar.rs", [
+        ("            *s = k.mul_add(*d, *s);\n            *o = q.mul_add(*s, *o);",
+         "            *o = q.mul_add(*s, *o);\n            *s = k.mul_add(*d, *s);"),
+    ], [KERNELS, FIXTURES]),
+    ("rope_slots_dropped", "crates/rill/src/mla.rs", [
+        ("query[rank..].copy_from_slice(&q[nope..]);", "query[rank..].fill(0.0);"),
+    ], [FIXTURES, TRAPS]),
+    ("softmax_scale_without_rope", "crates/rill/src/mla.rs", [
+        ("((nope + rope) as f32).sqrt()", "(nope as f32).sqrt()"),
+    ], [FIXTURES]),
+    ("combined_with_biased_scores", "crates/rill/src/moe.rs", [
+        ("scores[id as usize]).collect()", "biased[id as usize]).collect()"),
+    ], [FIXTURES, TRAPS]),
+    ("one_mix_for_both_sites", "crates/rill/src/engine.rs", [
+        ("residual::mix(kernels, eps, ffn_mix, blocks, &prefix)",
+         "{ let _ = ffn_mix; residual::mix(kernels, eps, attention_mix, blocks, &prefix) }"),
+    ], [FIXTURES, TRAPS]),
+    ("layer_lists_read_as_zero_based", "crates/rill/src/config.rs", [
+        ("Some((1..=n_layers).map(kind).collect())", "Some((0..n_layers).map(kind).collect())"),
+    ], ["-p rill --test config", FIXTURES]),
+    ("nibbles_swapped", "crates/rill-kernels/src/scalar.rs", [
+        (">> (4 * (i % 2))", ">> (4 * (1 - i % 2))"),
+    ], [KERNELS, FIXTURES]),
+    ("subnormal_scale_flushed", "crates/rill-kernels/src/matrix.rs", [
+        ("if e == 0 { 1 << 22 }", "if e == 0 { 0 }"),
+    ], [KERNELS]),
+    ("short_conv_state_forgotten", "crates/rill/src/kda.rs", [
+        ("let mut stream = linear(&weights.qkv_proj[i], x);",
+         "let mut stream = linear(&weights.qkv_proj[i], x); state.conv[i].fill(0.0);"),
+    ], [BITS, TRAPS]),
+    ("bounded_gate_clamped_instead", "crates/rill-kernels/src/scalar.rs", [
+        ("math::exp(lower_bound * math::sigmoid(rate * (z + bias)))",
+         "math::exp((-rate * math::softplus(z + bias)).max(lower_bound))"),
+    ], [FIXTURES]),
+    ("sigmoid_of_the_capped_gate", "crates/rill-kernels/src/math.rs", [
+        ("(beta * tanh(g / beta) * sigmoid(g))",
+         "(beta * tanh(g / beta) * sigmoid(beta * tanh(g / beta)))"),
+    ], [FIXTURES]),
+    ("norm_before_the_aggregate", "crates/rill/src/moe.rs", [
+        ("if let Some(norm) = &latent.norm {", "if let (Some(norm), true) = (&latent.norm, n == 0) {"),
+    ], [FIXTURES]),
+    # The invariants.
+    ("reduction_with_eight_partial_sums", "crates/rill-kernels/src/scalar.rs", [
+        ("p[i - whole] = w(i).mul_add(x[i], p[i - whole]);",
+         "p[(i - whole) % 8] = w(i).mul_add(x[i], p[(i - whole) % 8]);"),
+    ], [KERNELS, BITS]),
+    ("experts_summed_by_falling_id", "crates/rill/src/moe.rs", [
+        ("for (i, result) in results.chunks_exact(width).enumerate() {",
+         "for (i, result) in results.chunks_exact(width).enumerate().rev() {"),
+    ], [BITS]),
+    ("experts_summed_as_they_arrive", "crates/rill/src/moe.rs", [
+        ("results[place * width..][..width].copy_from_slice(out);",
+         "let sum = &mut results[place / top_k * top_k * width..][..width]; "
+         "for (s, o) in sum.iter_mut().zip(out) { *s += routing.weights[place] * o; }"),
+        ("compute.kernels.axpy(routing.weights[i], result, token);",
+         "compute.kernels.add(result, token);"),
+    ], [HOSTILE]),
+    ("a_token_sees_the_whole_chunk", "crates/rill/src/mla.rs", [
+        ("&cache[..(past + t + 1) * width]", "&cache[..(past + n) * width]"),
+    ], [BITS, FIXTURES]),
+    ("attention_blocks_counted_from_the_end", "crates/rill-kernels/src/scalar.rs", [
+        ("for (index, block) in cache.chunks(ATTENTION_BLOCK * width).enumerate() {",
+         "for (index, block) in cache.rchunks(ATTENTION_BLOCK * width).rev().enumerate() {"),
+    ], [BITS]),
+    ("threads_get_wrong_rows", "crates/rill-kernels/src/pool.rs", [
+        ("f(*first..*first + part.len() / per_row, part)",
+         "f(0..part.len() / per_row, { let _ = first; part })"),
+    ], [KERNELS, BITS]),
+    ("nan_scale_accepted", "crates/rill-kernels/src/matrix.rs", [
+        ("scales.iter().position(|&e| e == MXFP4_NAN)", "scales.iter().position(|_| false)"),
+    ], [KERNELS, HOSTILE]),
+    ("failed_step_leaves_its_traces", "crates/rill/src/engine.rs", [
+        ("session.roll_back();", ""),
+    ], [HOSTILE]),
+    ("experts_expanded_before_use", "crates/rill-kernels/src/table.rs", [
+        ("let cols = w.cols();\n        assert_eq!(x.len(), n * cols);",
+         "let cols = w.cols();\n        let expanded = vec![0.0f32; w.rows() * cols]; "
+         "assert_eq!(std::hint::black_box(&expanded).len(), w.rows() * cols);\n"
+         "        assert_eq!(x.len(), n * cols);"),
+    ], ["-p rill-kernels --test packed"]),
+    ("typed_markup_becomes_structure", "crates/rill-text/src/chat.rs", [
+        ("Text(text) => ids.extend(t.encode_text(text)),",
+         "Text(text) => ids.extend(t.encode_markup(text)),"),
+    ], ["-p rill-text"]),
+    ("foreign_session_accepted", "crates/rill/src/engine.rs", [
+        ("if !Arc::ptr_eq(&session.config, &self.config) {", "if false {"),
+    ], [HOSTILE]),
+]
+
+
+def cargo_test(arguments):
+    command = ["cargo", "test", "--release", "--locked", "--no-fail-fast", *arguments.split()]
+    result = subprocess.run(
+        command, cwd=TREE, capture_output=True, text=True,
+        env={**os.environ, "CARGO_TARGET_DIR": str(BUILD)},
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def check_out():
+    if TREE.exists():
+        subprocess.run(["git", "checkout", "-q", "--detach", "-f", head()], cwd=TREE, check=True)
+    else:
+        TREE.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["git", "worktree", "prune"], cwd=ROOT, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "-q", "--detach", str(TREE), "HEAD"], cwd=ROOT, check=True
+        )
+
+
+def head():
+    return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+
+
+def spring(name, file, edits, tests):
+    """Applies one fault; returns what went wrong, or None when every named test noticed."""
+    path = TREE / file
+    original = path.read_text(encoding="utf-8")
+    text = original
+    for old, new in edits:
+        if text.count(old) != 1:
+            return f"{file} holds this text {text.count(old)} times instead of once: {old!r}"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    try:
+        for test in tests:
+            code, output = cargo_test(test)
+            if "could not compile" in output:
+                return f"does not compile:\n{output[-2000:]}"
+            if code == 0:
+                return f"`cargo test {test}` did not notice"
+            if "test result: FAILED" not in output and "signal" not in output:
+                return f"`cargo test {test}` failed without failing a test:\n{output[-2000:]}"
+    finally:
+        path.write_text(original, encoding="utf-8")
+    return None
+
+
+def main():
+    wanted = sys.argv[1:]
+    unknown = set(wanted) - {fault[0] for fault in FAULTS}
+    if unknown:
+        print(f"no fault named {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    check_out()
+    failed = 0
+    chosen = [fault for fault in FAULTS if not wanted or fault[0] in wanted]
+    for test in sorted({test for fault in chosen for test in fault[3]}):
+        code, output = cargo_test(test)
+        if code != 0:
+            print(f"`cargo test {test}` fails without any fault:\n{output[-3000:]}")
+            return 1
+    for name, file, edits, tests in chosen:
+        problem = spring(name, file, edits, tests)
+        print(f"{'ok  ' if problem is None else 'FAIL'} {name}", problem or "", flush=True)
+        failed += problem is not None
+    print(f"{len(chosen) - failed} of {len(chosen)} faults noticed by every test that should")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
