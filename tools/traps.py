@@ -57,10 +57,11 @@ FAULTS = [
     ("layer_lists_read_as_zero_based", "crates/rill/src/config.rs", [
         ("Some((1..=n_layers).map(kind).collect())", "Some((0..n_layers).map(kind).collect())"),
     ], ["-p rill --test config", FIXTURES]),
-    ("nibbles_swapped", "crates/rill-kernels/src/scalar.rs", [
-        (">> (4 * (i % 2))", ">> (4 * (1 - i % 2))"),
+    ("nibbles_swapped", "crates/rill-kernels/src/codec/mxfp4.rs", [
+        ("let v = |i: usize| VALUES[usize::from(codes[i / 2] >> (4 * (i % 2)) & 15)];",
+         "let v = |i: usize| VALUES[usize::from(codes[i / 2] >> (4 * (1 - i % 2)) & 15)];"),
     ], [KERNELS, FIXTURES]),
-    ("subnormal_scale_flushed", "crates/rill-kernels/src/matrix.rs", [
+    ("subnormal_scale_flushed", "crates/rill-kernels/src/codec/mxfp4.rs", [
         ("if e == 0 { 1 << 22 }", "if e == 0 { 0 }"),
     ], [KERNELS]),
     ("short_conv_state_forgotten", "crates/rill/src/kda.rs", [
@@ -79,7 +80,7 @@ FAULTS = [
         ("if let Some(norm) = &latent.norm {", "if let (Some(norm), true) = (&latent.norm, n == 0) {"),
     ], [FIXTURES]),
     # The invariants.
-    ("reduction_with_eight_partial_sums", "crates/rill-kernels/src/scalar.rs", [
+    ("reduction_with_eight_partial_sums", "crates/rill-kernels/src/codec/plain.rs", [
         ("p[i - whole] = w(i).mul_add(x[i], p[i - whole]);",
          "p[(i - whole) % 8] = w(i).mul_add(x[i], p[(i - whole) % 8]);"),
     ], [KERNELS, BITS]),
@@ -105,8 +106,8 @@ FAULTS = [
         ("f(*first..*first + part.len() / per_row, part)",
          "f(0..part.len() / per_row, { let _ = first; part })"),
     ], [KERNELS, BITS]),
-    ("nan_scale_accepted", "crates/rill-kernels/src/matrix.rs", [
-        ("scales.iter().position(|&e| e == MXFP4_NAN)", "scales.iter().position(|_| false)"),
+    ("nan_scale_accepted", "crates/rill-kernels/src/codec/mxfp4.rs", [
+        ("scales.iter().position(|&e| e == NAN_SCALE)", "scales.iter().position(|_| false)"),
     ], [KERNELS, HOSTILE]),
     ("failed_step_leaves_its_traces", "crates/rill/src/engine.rs", [
         ("session.roll_back();", ""),

@@ -3,13 +3,15 @@
 //! Every result is defined, bit for bit, by `docs/arithmetic.md`; [`Kernels::SCALAR`] is that
 //! page in code. Nothing here knows of files, models or tokens.
 
+mod codec;
 pub mod math;
 mod matrix;
 mod pool;
 mod scalar;
 mod table;
 
-pub use matrix::{LayoutError, MXFP4_BLOCK, MXFP4_VALUES, Matrix, mxfp4_scale};
+pub use codec::{Codec, EncodeError, GROUP_RANGE, Layout, LayoutError, Vq};
+pub use matrix::Matrix;
 pub use pool::{Pool, PoolError};
 pub use table::Kernels;
 

@@ -2,110 +2,78 @@
 
 use std::ops::Range;
 
-/// Inputs that share one MXFP4 scale.
-pub const MXFP4_BLOCK: usize = 32;
-/// The scale byte that means NaN.
-const MXFP4_NAN: u8 = 255;
-
-/// What the sixteen MXFP4 nibbles mean: sign bit, then an index of the magnitude.
-pub const MXFP4_VALUES: [f32; 16] =
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
-/// 2^(e − 127) of an MXFP4 scale byte below 255.
-#[inline(always)]
-pub fn mxfp4_scale(e: u8) -> f32 {
-    // 2^-127 is subnormal: its only set bit is the highest of the fraction.
-    f32::from_bits(if e == 0 { 1 << 22 } else { u32::from(e) << 23 })
-}
-
-/// Why bytes are not the matrix they are said to be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum LayoutError {
-    /// The byte count does not fit the shape.
-    #[error("a {rows} × {cols} {format} matrix takes {expected} bytes of {part}, found {found}")]
-    Length {
-        /// Number format.
-        format: &'static str,
-        /// Which bytes.
-        part: &'static str,
-        /// Output rows.
-        rows: usize,
-        /// Input columns.
-        cols: usize,
-        /// Bytes the shape takes; `usize::MAX` when that does not fit a `usize`.
-        expected: usize,
-        /// Bytes given.
-        found: usize,
-    },
-    /// A packed row must be whole blocks.
-    #[error("MXFP4 packs {MXFP4_BLOCK} inputs to a block, which does not divide {cols} columns")]
-    Columns {
-        /// Input columns.
-        cols: usize,
-    },
-    /// A scale of NaN would poison every result.
-    #[error(
-        "the scale of row {row}, inputs {first}..{} is NaN (byte 255)",
-        first + MXFP4_BLOCK
-    )]
-    NanScale {
-        /// Output row.
-        row: usize,
-        /// First input of the block.
-        first: usize,
-    },
-}
+use crate::codec::{Codec, LayoutError, check_f16_scales, mxfp4, plain, q4, q8, vq};
 
 /// A matrix (rows, cols) over borrowed, checked bytes; it is never expanded.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix<'a> {
-    rows: usize,
-    cols: usize,
-    data: Data<'a>,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Data<'a> {
-    F32(&'a [u8]),
-    Bf16(&'a [u8]),
-    Mxfp4 { packed: &'a [u8], scales: &'a [u8] },
+    pub(crate) codec: Codec,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) codes: &'a [u8],
+    pub(crate) scales: &'a [u8],
+    /// Tables of a vector-quantised format, (stages, entries, 8).
+    pub(crate) tables: &'a [f32],
+    /// Number of the first row within `codes` and `scales`; not 0 only for formats whose rows
+    /// cannot be cut apart.
+    pub(crate) first_row: usize,
 }
 
 impl<'a> Matrix<'a> {
-    /// Little-endian f32, row-major.
-    pub fn f32(rows: usize, cols: usize, bytes: &'a [u8]) -> Result<Self, LayoutError> {
-        check_length("f32", "data", rows, cols, cols.checked_mul(4), bytes)?;
-        Ok(Self { rows, cols, data: Data::F32(bytes) })
-    }
-
-    /// Little-endian bf16, row-major.
-    pub fn bf16(rows: usize, cols: usize, bytes: &'a [u8]) -> Result<Self, LayoutError> {
-        check_length("bf16", "data", rows, cols, cols.checked_mul(2), bytes)?;
-        Ok(Self { rows, cols, data: Data::Bf16(bytes) })
-    }
-
-    /// MXFP4: `packed` (rows, cols/2), low nibble first; `scales` (rows, cols/32), none of
-    /// them NaN.
-    pub fn mxfp4(
+    /// A matrix of a format without tables.
+    ///
+    /// # Errors
+    /// When the bytes are not as many as the layout takes, or a scale is not finite.
+    pub fn new(
+        codec: Codec,
         rows: usize,
         cols: usize,
-        packed: &'a [u8],
+        codes: &'a [u8],
         scales: &'a [u8],
     ) -> Result<Self, LayoutError> {
-        if !cols.is_multiple_of(MXFP4_BLOCK) {
-            return Err(LayoutError::Columns { cols });
+        if let Codec::Vq(_) = codec {
+            return Err(LayoutError::Vq("a vector-quantised matrix needs its tables"));
         }
-        check_length("MXFP4", "nibbles", rows, cols, Some(cols / 2), packed)?;
-        check_length("MXFP4", "scales", rows, cols, Some(cols / MXFP4_BLOCK), scales)?;
-        if let Some(at) = scales.iter().position(|&e| e == MXFP4_NAN) {
-            let blocks = cols / MXFP4_BLOCK;
-            return Err(LayoutError::NanScale {
-                row: at / blocks,
-                first: at % blocks * MXFP4_BLOCK,
-            });
+        Self::with_tables(codec, rows, cols, codes, scales, &[])
+    }
+
+    /// A matrix of a vector-quantised format; `tables` (stages, entries, 8).
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and when the tables have another size or an index lies beyond one.
+    pub fn with_tables(
+        codec: Codec,
+        rows: usize,
+        cols: usize,
+        codes: &'a [u8],
+        scales: &'a [u8],
+        tables: &'a [f32],
+    ) -> Result<Self, LayoutError> {
+        let layout = codec.layout(rows, cols)?;
+        let lengths = [("codes", layout.codes, codes), ("scales", layout.scales, scales)];
+        for (part, expected, bytes) in lengths {
+            if bytes.len() != expected {
+                let (format, found) = (codec.name(), bytes.len());
+                return Err(LayoutError::Length { format, part, rows, cols, expected, found });
+            }
         }
-        Ok(Self { rows, cols, data: Data::Mxfp4 { packed, scales } })
+        match codec {
+            Codec::F32 | Codec::Bf16 => {}
+            Codec::Q8 { group } | Codec::Q4 { group } => {
+                check_f16_scales(scales, cols.div_ceil(group).max(1), group)?;
+            }
+            Codec::Mxfp4 => mxfp4::check_scales(scales, cols)?,
+            Codec::Vq(vq) => {
+                check_f16_scales(scales, 1, 0)?;
+                vq.check_indices(codes)?;
+                if tables.len() != vq.stages * vq.entries * vq::VECTOR {
+                    return Err(LayoutError::Vq(
+                        "the tables do not have stages × entries × 8 values",
+                    ));
+                }
+            }
+        }
+        Ok(Self { codec, rows, cols, codes, scales, tables, first_row: 0 })
     }
 
     /// Output rows.
@@ -118,12 +86,9 @@ impl<'a> Matrix<'a> {
         self.cols
     }
 
-    /// Bytes of all rows.
-    pub fn bytes(&self) -> usize {
-        match self.data {
-            Data::F32(b) | Data::Bf16(b) => b.len(),
-            Data::Mxfp4 { packed, scales } => packed.len() + scales.len(),
-        }
+    /// Number format.
+    pub fn codec(&self) -> Codec {
+        self.codec
     }
 
     /// Some of the rows, as a matrix.
@@ -131,38 +96,42 @@ impl<'a> Matrix<'a> {
     /// # Panics
     /// When the range lies outside the matrix.
     pub fn row_range(&self, rows: Range<usize>) -> Self {
-        let part = |bytes: &'a [u8], row_bytes: usize| {
+        assert!(rows.start <= rows.end && rows.end <= self.rows);
+        if let Codec::Vq(_) = self.codec {
+            return Self { rows: rows.len(), first_row: self.first_row + rows.start, ..*self };
+        }
+        let part = |bytes: &'a [u8]| {
+            let row_bytes = bytes.len() / self.rows.max(1);
             &bytes[rows.start * row_bytes..rows.end * row_bytes]
         };
-        let cols = self.cols;
-        let data = match self.data {
-            Data::F32(b) => Data::F32(part(b, 4 * cols)),
-            Data::Bf16(b) => Data::Bf16(part(b, 2 * cols)),
-            Data::Mxfp4 { packed, scales } => Data::Mxfp4 {
-                packed: part(packed, cols / 2),
-                scales: part(scales, cols / MXFP4_BLOCK),
-            },
-        };
-        Self { rows: rows.len(), cols, data }
+        Self { rows: rows.len(), codes: part(self.codes), scales: part(self.scales), ..*self }
     }
 
-    pub(crate) fn data(&self) -> Data<'a> {
-        self.data
+    /// Row `row` as plain numbers, each rounded once. For measuring errors; no product does this.
+    ///
+    /// # Panics
+    /// When the row lies outside the matrix or `out` is not a row long.
+    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+        assert_eq!(out.len(), self.cols);
+        let row = self.row_range(row..row + 1);
+        for (i, out) in out.iter_mut().enumerate() {
+            *out = row.weight(i);
+        }
     }
-}
 
-fn check_length(
-    format: &'static str,
-    part: &'static str,
-    rows: usize,
-    cols: usize,
-    row_bytes: Option<usize>,
-    bytes: &[u8],
-) -> Result<(), LayoutError> {
-    let expected = row_bytes.and_then(|b| b.checked_mul(rows));
-    if expected == Some(bytes.len()) {
-        return Ok(());
+    /// Weight `i` of the first row.
+    #[inline(always)]
+    pub(crate) fn weight(&self, i: usize) -> f32 {
+        let (codes, scales) = (self.codes, self.scales);
+        match self.codec {
+            Codec::F32 => plain::f32_at(codes, i),
+            Codec::Bf16 => plain::bf16_at(codes, i),
+            Codec::Q8 { group } => q8::weight(codes, scales, group, i),
+            Codec::Q4 { group } => q4::weight(codes, scales, group, i),
+            Codec::Mxfp4 => mxfp4::weight(codes, scales, i),
+            Codec::Vq(vq) => {
+                vq::weight(vq, codes, scales, self.tables, self.first_row, i, self.cols)
+            }
+        }
     }
-    let expected = expected.unwrap_or(usize::MAX);
-    Err(LayoutError::Length { format, part, rows, cols, expected, found: bytes.len() })
 }

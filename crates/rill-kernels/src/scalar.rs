@@ -5,38 +5,10 @@
 //! Everything is `inline(always)` so that the table can also compile it with the machine's
 //! fused multiply-add, where plain builds would call a routine for each one.
 
-use crate::matrix::{MXFP4_BLOCK, MXFP4_VALUES, mxfp4_scale};
+use crate::codec::plain::{bf16_at, dot_with, f32_at};
+use crate::codec::{PARTIALS, Vq, join, mxfp4, q4, q8, vq};
+use crate::matrix::Matrix;
 use crate::{ATTENTION_BLOCK, math};
-
-/// Partial sums of one reduction.
-const PARTIALS: usize = 16;
-
-/// The fixed tree that joins partial sums.
-#[inline(always)]
-fn join(mut p: [f32; PARTIALS]) -> f32 {
-    for width in [8, 4, 2, 1] {
-        for j in 0..width {
-            p[j] += p[j + width];
-        }
-    }
-    p[0]
-}
-
-/// Dot product of `w(i)` and `x[i]`.
-#[inline(always)]
-fn dot_with(x: &[f32], w: impl Fn(usize) -> f32) -> f32 {
-    let mut p = [0.0f32; PARTIALS];
-    let whole = x.len() / PARTIALS * PARTIALS;
-    for start in (0..whole).step_by(PARTIALS) {
-        for j in 0..PARTIALS {
-            p[j] = w(start + j).mul_add(x[start + j], p[j]);
-        }
-    }
-    for i in whole..x.len() {
-        p[i - whole] = w(i).mul_add(x[i], p[i - whole]);
-    }
-    join(p)
-}
 
 /// Dot product of two vectors of equal length.
 #[inline(always)]
@@ -63,72 +35,63 @@ pub(crate) fn max(x: &[f32]) -> f32 {
     x.iter().fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m })
 }
 
+/// `out[r][t] = dot(codes[r], scales[r], x[t])` for `n` vectors: `x` (n, cols), `out` (rows, n).
 #[inline(always)]
-fn f32_at(bytes: &[u8], i: usize) -> f32 {
-    let b = &bytes[4 * i..4 * i + 4];
-    f32::from_le_bytes([b[0], b[1], b[2], b[3]])
-}
-
-#[inline(always)]
-fn bf16_at(bytes: &[u8], i: usize) -> f32 {
-    let b = &bytes[2 * i..2 * i + 2];
-    f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16)
-}
-
-/// `out[r][t] = w[r] · x[t]` for `n` vectors: `w` (rows, cols) little-endian f32, `x` (n, cols),
-/// `out` (rows, n).
-#[inline(always)]
-pub(crate) fn matmul_f32(w: &[u8], cols: usize, x: &[f32], n: usize, out: &mut [f32]) {
-    for (row, out) in w.chunks_exact(4 * cols).zip(out.chunks_exact_mut(n)) {
-        for (x, out) in x.chunks_exact(cols).zip(out) {
-            *out = dot_with(x, |i| f32_at(row, i));
-        }
-    }
-}
-
-/// [`matmul_f32`] for bf16 weights.
-#[inline(always)]
-pub(crate) fn matmul_bf16(w: &[u8], cols: usize, x: &[f32], n: usize, out: &mut [f32]) {
-    for (row, out) in w.chunks_exact(2 * cols).zip(out.chunks_exact_mut(n)) {
-        for (x, out) in x.chunks_exact(cols).zip(out) {
-            *out = dot_with(x, |i| bf16_at(row, i));
-        }
-    }
-}
-
-/// [`matmul_f32`] for MXFP4 weights: `packed` (rows, cols/2), `scales` (rows, cols/32).
-#[inline(always)]
-pub(crate) fn matmul_mxfp4(
-    packed: &[u8],
-    scales: &[u8],
-    cols: usize,
+fn matmul_rows(
+    m: &Matrix<'_>,
     x: &[f32],
     n: usize,
     out: &mut [f32],
+    dot: impl Fn(&[u8], &[u8], &[f32]) -> f32,
 ) {
-    let rows = packed.chunks_exact(cols / 2).zip(scales.chunks_exact(cols / MXFP4_BLOCK));
-    for ((packed, scales), out) in rows.zip(out.chunks_exact_mut(n)) {
-        for (x, out) in x.chunks_exact(cols).zip(out) {
-            *out = dot_mxfp4(packed, scales, x);
+    let (code_bytes, scale_bytes) = (m.codes.len() / m.rows, m.scales.len() / m.rows);
+    for (r, out) in out.chunks_exact_mut(n).enumerate() {
+        let codes = &m.codes[r * code_bytes..][..code_bytes];
+        let scales = &m.scales[r * scale_bytes..][..scale_bytes];
+        for (x, out) in x.chunks_exact(m.cols).zip(out) {
+            *out = dot(codes, scales, x);
         }
     }
 }
 
+/// Product with `n` vectors, f32 weights.
 #[inline(always)]
-fn dot_mxfp4(packed: &[u8], scales: &[u8], x: &[f32]) -> f32 {
-    let mut p = [0.0f32; PARTIALS];
-    let blocks = packed.chunks_exact(MXFP4_BLOCK / 2).zip(x.chunks_exact(MXFP4_BLOCK));
-    for ((packed, x), &scale) in blocks.zip(scales) {
-        // The low nibble is the even input.
-        let v = |i: usize| MXFP4_VALUES[usize::from(packed[i / 2] >> (4 * (i % 2)) & 15)];
-        let scale = mxfp4_scale(scale);
-        for j in 0..PARTIALS {
-            let t = v(j) * x[j];
-            let t = v(PARTIALS + j).mul_add(x[PARTIALS + j], t);
-            p[j] = t.mul_add(scale, p[j]);
+pub(crate) fn matmul_f32(m: &Matrix<'_>, x: &[f32], n: usize, out: &mut [f32]) {
+    matmul_rows(m, x, n, out, |codes, _, x| dot_with(x, |i| f32_at(codes, i)));
+}
+
+/// Product with `n` vectors, bf16 weights.
+#[inline(always)]
+pub(crate) fn matmul_bf16(m: &Matrix<'_>, x: &[f32], n: usize, out: &mut [f32]) {
+    matmul_rows(m, x, n, out, |codes, _, x| dot_with(x, |i| bf16_at(codes, i)));
+}
+
+/// Product with `n` vectors, q8 weights.
+#[inline(always)]
+pub(crate) fn matmul_q8(m: &Matrix<'_>, group: usize, x: &[f32], n: usize, out: &mut [f32]) {
+    matmul_rows(m, x, n, out, |codes, scales, x| q8::dot(codes, scales, group, x));
+}
+
+/// Product with `n` vectors, q4 weights.
+#[inline(always)]
+pub(crate) fn matmul_q4(m: &Matrix<'_>, group: usize, x: &[f32], n: usize, out: &mut [f32]) {
+    matmul_rows(m, x, n, out, |codes, scales, x| q4::dot(codes, scales, group, x));
+}
+
+/// Product with `n` vectors, MXFP4 weights.
+#[inline(always)]
+pub(crate) fn matmul_mxfp4(m: &Matrix<'_>, x: &[f32], n: usize, out: &mut [f32]) {
+    matmul_rows(m, x, n, out, mxfp4::dot);
+}
+
+/// Product with `n` vectors, vector-quantised weights, whose rows are interleaved.
+#[inline(always)]
+pub(crate) fn matmul_vq(m: &Matrix<'_>, vq: Vq, x: &[f32], n: usize, out: &mut [f32]) {
+    for (r, out) in out.chunks_exact_mut(n).enumerate() {
+        for (x, out) in x.chunks_exact(m.cols).zip(out) {
+            *out = vq::dot(vq, m.codes, m.scales, m.tables, m.first_row + r, x);
         }
     }
-    join(p)
 }
 
 /// `out[c] = Σ_r a[r]·w[r][c]`, one chain per column: `w` (a.len(), cols) little-endian f32.
@@ -149,6 +112,18 @@ pub(crate) fn columns_bf16(w: &[u8], a: &[f32], out: &mut [f32]) {
     for (row, &a) in w.chunks_exact(2 * out.len()).zip(a) {
         for (c, out) in out.iter_mut().enumerate() {
             *out = a.mul_add(bf16_at(row, c), *out);
+        }
+    }
+}
+
+/// [`columns_f32`] for every other format: each weight is decoded, rounded once.
+#[inline(always)]
+pub(crate) fn columns_packed(m: &Matrix<'_>, a: &[f32], out: &mut [f32]) {
+    out.fill(0.0);
+    for (r, &a) in a.iter().enumerate() {
+        let row = m.row_range(r..r + 1);
+        for (c, out) in out.iter_mut().enumerate() {
+            *out = a.mul_add(row.weight(c), *out);
         }
     }
 }

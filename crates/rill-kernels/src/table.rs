@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use crate::matrix::{Data, Matrix};
+use crate::codec::{Codec, Vq};
+use crate::matrix::Matrix;
 use crate::scalar;
 
 /// Declares the table, its scalar entries and, for x86-64, the same source compiled with
@@ -16,6 +17,9 @@ macro_rules! table {
 
         #[cfg(target_arch = "x86_64")]
         mod fused {
+            use crate::codec::Vq;
+            use crate::matrix::Matrix;
+
             $(
                 #[allow(clippy::too_many_arguments, reason = "the scalar kernel's signature")]
                 #[target_feature(enable = "avx2,fma")]
@@ -32,11 +36,15 @@ macro_rules! table {
 
 table! {
     dot(w: &[f32], x: &[f32]) -> f32;
-    matmul_f32(w: &[u8], cols: usize, x: &[f32], n: usize, out: &mut [f32]);
-    matmul_bf16(w: &[u8], cols: usize, x: &[f32], n: usize, out: &mut [f32]);
-    matmul_mxfp4(packed: &[u8], scales: &[u8], cols: usize, x: &[f32], n: usize, out: &mut [f32]);
+    matmul_f32(m: &Matrix<'_>, x: &[f32], n: usize, out: &mut [f32]);
+    matmul_bf16(m: &Matrix<'_>, x: &[f32], n: usize, out: &mut [f32]);
+    matmul_q8(m: &Matrix<'_>, group: usize, x: &[f32], n: usize, out: &mut [f32]);
+    matmul_q4(m: &Matrix<'_>, group: usize, x: &[f32], n: usize, out: &mut [f32]);
+    matmul_mxfp4(m: &Matrix<'_>, x: &[f32], n: usize, out: &mut [f32]);
+    matmul_vq(m: &Matrix<'_>, vq: Vq, x: &[f32], n: usize, out: &mut [f32]);
     columns_f32(w: &[u8], a: &[f32], out: &mut [f32]);
     columns_bf16(w: &[u8], a: &[f32], out: &mut [f32]);
+    columns_packed(m: &Matrix<'_>, a: &[f32], out: &mut [f32]);
     inverse_rms(x: &[f32], eps: f32) -> f32;
     rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]);
     l2_normalise(x: &mut [f32], factor: f32);
@@ -127,29 +135,27 @@ impl Kernels {
             out.fill(0.0);
             return;
         }
-        match w.data() {
-            Data::F32(bytes) => call!(self.matmul_f32(bytes, cols, x, n, out)),
-            Data::Bf16(bytes) => call!(self.matmul_bf16(bytes, cols, x, n, out)),
-            Data::Mxfp4 { packed, scales } => {
-                call!(self.matmul_mxfp4(packed, scales, cols, x, n, out));
-            }
+        match w.codec {
+            Codec::F32 => call!(self.matmul_f32(w, x, n, out)),
+            Codec::Bf16 => call!(self.matmul_bf16(w, x, n, out)),
+            Codec::Q8 { group } => call!(self.matmul_q8(w, group, x, n, out)),
+            Codec::Q4 { group } => call!(self.matmul_q4(w, group, x, n, out)),
+            Codec::Mxfp4 => call!(self.matmul_mxfp4(w, x, n, out)),
+            Codec::Vq(vq) => call!(self.matmul_vq(w, vq, x, n, out)),
         }
     }
 
     /// `out[c] = Σ_r a[r]·w[r][c]`: `a` (rows) → `out` (cols).
-    ///
-    /// # Panics
-    /// For MXFP4, which no model multiplies this way.
     pub fn columns(&self, w: &Matrix<'_>, a: &[f32], out: &mut [f32]) {
         assert_eq!(a.len(), w.rows());
         assert_eq!(out.len(), w.cols());
         if out.is_empty() {
             return;
         }
-        match w.data() {
-            Data::F32(bytes) => call!(self.columns_f32(bytes, a, out)),
-            Data::Bf16(bytes) => call!(self.columns_bf16(bytes, a, out)),
-            Data::Mxfp4 { .. } => panic!("columns of an MXFP4 matrix"),
+        match w.codec {
+            Codec::F32 => call!(self.columns_f32(w.codes, a, out)),
+            Codec::Bf16 => call!(self.columns_bf16(w.codes, a, out)),
+            _ => call!(self.columns_packed(w, a, out)),
         }
     }
 

@@ -2,7 +2,7 @@
 //! binary64.
 
 use proptest::prelude::*;
-use rill_kernels::{Kernels, MXFP4_VALUES, Matrix, Pool, math, mxfp4_scale, ulp_error};
+use rill_kernels::{Codec, Kernels, Matrix, Pool, Vq, math, ulp_error};
 
 /// Small, fast, seeded numbers: xorshift64*.
 struct Rng(u64);
@@ -64,60 +64,123 @@ fn close(what: &str, got: f32, exact: f64, scale: f64, tolerance: f64) {
 
 /// A random matrix in one of the formats.
 struct Packed {
-    format: usize,
+    codec: Codec,
     rows: usize,
     cols: usize,
-    data: Vec<u8>,
+    codes: Vec<u8>,
     scales: Vec<u8>,
+    tables: Vec<f32>,
 }
 
-const FORMATS: usize = 3;
+const VQ3R: Vq = Vq { stages: 3, entries: 256, index_block: 4, packed: false };
+
+const CODECS: [Codec; 9] = [
+    Codec::F32,
+    Codec::Bf16,
+    Codec::Q8 { group: 32 },
+    Codec::Q8 { group: 128 },
+    Codec::Q4 { group: 64 },
+    Codec::Mxfp4,
+    Codec::Vq(VQ3R),
+    Codec::Vq(Vq { stages: 2, index_block: 0, ..VQ3R }),
+    Codec::Vq(Vq { stages: 4, entries: 64, index_block: 64, packed: true }),
+];
 
 impl Packed {
-    fn random(rng: &mut Rng, format: usize, rows: usize, cols: usize) -> Self {
+    fn random(rng: &mut Rng, codec: Codec, rows: usize, cols: usize) -> Self {
+        let layout = codec.layout(rows, cols).expect("a shape of the format");
         let n = rows * cols;
-        let (data, scales) = match format {
-            0 => (rng.vec(n).iter().flat_map(|w| w.to_le_bytes()).collect(), vec![]),
-            1 => {
+        let mut tables = vec![];
+        let codes = match codec {
+            Codec::F32 => rng.vec(n).iter().flat_map(|w| w.to_le_bytes()).collect(),
+            Codec::Bf16 => {
                 let values = rng.vec(n);
                 let bf16 = values.iter().flat_map(|w| ((w.to_bits() >> 16) as u16).to_le_bytes());
-                (bf16.collect(), vec![])
+                bf16.collect()
             }
-            _ => (rng.bytes(n / 2), rng.bytes(n / 32).iter().map(|b| 118 + b % 8).collect()),
+            Codec::Vq(vq) => {
+                tables = rng.vec(vq.stages * vq.entries * 8);
+                rng.bytes(layout.codes)
+            }
+            _ => rng.bytes(layout.codes),
         };
-        Self { format, rows, cols, data, scales }
+        let scales = match codec {
+            Codec::Mxfp4 => rng.bytes(layout.scales).iter().map(|b| 118 + b % 8).collect(),
+            // f16 of either sign, subnormals included, none above 1.
+            _ => (0..layout.scales / 2)
+                .flat_map(|_| ((rng.next() as u16) & 0xbbff).to_le_bytes())
+                .collect(),
+        };
+        Self { codec, rows, cols, codes, scales, tables }
     }
 
     fn matrix(&self) -> Matrix<'_> {
-        self.over(&self.data, &self.scales)
+        self.over(&self.codes, &self.scales)
     }
 
-    fn over<'a>(&self, data: &'a [u8], scales: &'a [u8]) -> Matrix<'a> {
-        match self.format {
-            0 => Matrix::f32(self.rows, self.cols, data),
-            1 => Matrix::bf16(self.rows, self.cols, data),
-            _ => Matrix::mxfp4(self.rows, self.cols, data, scales),
-        }
-        .expect("the lengths fit")
+    fn over<'a>(&'a self, codes: &'a [u8], scales: &'a [u8]) -> Matrix<'a> {
+        Matrix::with_tables(self.codec, self.rows, self.cols, codes, scales, &self.tables)
+            .expect("the lengths fit")
     }
 
     /// The exact weight, decoded without the crate's help.
     fn weight(&self, row: usize, col: usize) -> f64 {
         let at = row * self.cols + col;
-        let b = &self.data;
-        match self.format {
-            0 => {
+        let b = &self.codes;
+        let f16_scale = |i: usize| {
+            let bits = u16::from_le_bytes([self.scales[2 * i], self.scales[2 * i + 1]]);
+            let (exponent, fraction) = (i32::from(bits >> 10 & 31), f64::from(bits & 1023));
+            let magnitude = match exponent {
+                0 => fraction * 2f64.powi(-24),
+                _ => (1.0 + fraction / 1024.0) * 2f64.powi(exponent - 15),
+            };
+            if bits >> 15 == 1 { -magnitude } else { magnitude }
+        };
+        let nibble = |low: bool, byte: u8| if low { byte & 15 } else { byte >> 4 };
+        match self.codec {
+            Codec::F32 => {
                 f64::from(f32::from_le_bytes(b[4 * at..4 * at + 4].try_into().expect("four bytes")))
             }
-            1 => {
+            Codec::Bf16 => {
                 let bits = u16::from_le_bytes([b[2 * at], b[2 * at + 1]]);
                 f64::from(f32::from_bits(u32::from(bits) << 16))
             }
-            _ => {
-                let nibble = if col.is_multiple_of(2) { b[at / 2] & 15 } else { b[at / 2] >> 4 };
+            Codec::Q8 { group } => {
+                let groups = self.cols.div_ceil(group);
+                f64::from(b[at] as i8) * f16_scale(row * groups + col / group)
+            }
+            Codec::Q4 { group } => {
+                let groups = self.cols.div_ceil(group);
+                let byte = b[row * self.cols.div_ceil(2) + col / 2];
+                let code = f64::from(nibble(col.is_multiple_of(2), byte)) - 8.0;
+                code * f16_scale(row * groups + col / group)
+            }
+            Codec::Mxfp4 => {
+                let nibble = nibble(col.is_multiple_of(2), b[at / 2]);
                 let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(nibble & 7)];
                 let sign = if nibble & 8 == 0 { 1.0 } else { -1.0 };
                 sign * magnitude * 2f64.powi(i32::from(self.scales[at / 32]) - 127)
+            }
+            Codec::Vq(vq) => {
+                let (vectors, v) = (self.cols / 8, col / 8);
+                let place = match vq.index_block {
+                    0 => row * vectors + v,
+                    block => (row / block * vectors + v) * block + row % block,
+                };
+                let index = |s: usize| match vq.packed {
+                    false => usize::from(b[place * vq.stages + s]),
+                    true => {
+                        let b = &b[place * 3..place * 3 + 3];
+                        usize::from(match s {
+                            0 => b[0] & 63,
+                            1 => b[0] >> 6 | (b[1] & 15) << 2,
+                            2 => b[1] >> 4 | (b[2] & 3) << 4,
+                            _ => b[2] >> 2,
+                        })
+                    }
+                };
+                let entry = |s| f64::from(self.tables[(s * vq.entries + index(s)) * 8 + col % 8]);
+                (0..vq.stages).map(entry).sum::<f64>() * f16_scale(row)
             }
         }
     }
@@ -141,7 +204,7 @@ fn dot_and_sum_agree_on_every_length_up_to_300() {
 fn dot_uses_sixteen_partial_sums_and_the_written_tree() {
     // Independent of the kernels' code: the definition of docs/arithmetic.md, by index.
     let mut rng = Rng(2);
-    for n in [1, 15, 16, 17, 100, 300] {
+    for n in 0..=300 {
         let (w, x) = (rng.vec(n), rng.vec(n));
         let mut p = [0.0f32; 16];
         for i in 0..n {
@@ -157,11 +220,12 @@ fn dot_uses_sixteen_partial_sums_and_the_written_tree() {
 #[test]
 fn matrices_agree_on_every_format_and_alignment_and_with_binary64() {
     let mut rng = Rng(3);
-    for format in 0..FORMATS {
+    for codec in CODECS {
         for cols in [32, 64, 96, 160, 288] {
-            let cols = if format == 2 { cols } else { cols + rng.next() as usize % 19 };
+            let any = !matches!(codec, Codec::Mxfp4 | Codec::Vq(_));
+            let cols = if any { cols + rng.next() as usize % 19 } else { cols };
             let rows = 1 + rng.next() as usize % 9;
-            let packed = Packed::random(&mut rng, format, rows, cols);
+            let packed = Packed::random(&mut rng, codec, rows, cols);
             let x = rng.vec(3 * cols);
             let got = every_set("matmul", |k| {
                 let mut out = vec![0.0; rows * 3];
@@ -177,7 +241,7 @@ fn matrices_agree_on_every_format_and_alignment_and_with_binary64() {
             // Moving the bytes changes no bits.
             for shift in 1..4 {
                 let moved = |b: &[u8]| [vec![0; shift], b.to_vec()].concat();
-                let (data, scales) = (moved(&packed.data), moved(&packed.scales));
+                let (data, scales) = (moved(&packed.codes), moved(&packed.scales));
                 let mut out = vec![0.0; rows * 3];
                 let m = packed.over(&data[shift..], &scales[shift..]);
                 Kernels::detect().matmul(&m, &x, 3, &mut out);
@@ -190,9 +254,9 @@ fn matrices_agree_on_every_format_and_alignment_and_with_binary64() {
 #[test]
 fn many_vectors_get_the_bits_each_gets_alone() {
     let mut rng = Rng(4);
-    for format in 0..FORMATS {
+    for codec in CODECS {
         let (rows, cols, n) = (7, 96, 64);
-        let packed = Packed::random(&mut rng, format, rows, cols);
+        let packed = Packed::random(&mut rng, codec, rows, cols);
         let x = rng.wild(n * cols);
         let kernels = Kernels::detect();
         let mut together = vec![0.0; rows * n];
@@ -208,13 +272,33 @@ fn many_vectors_get_the_bits_each_gets_alone() {
 
 #[test]
 fn every_nibble_and_scale_means_its_published_value() {
-    for e in 0..255u8 {
-        assert_eq!(f64::from(mxfp4_scale(e)), 2f64.powi(i32::from(e) - 127), "scale {e}");
-    }
     let expected = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-    for (n, v) in MXFP4_VALUES.iter().enumerate() {
-        assert_eq!(v.abs(), expected[n % 8]);
-        assert_eq!(v.is_sign_negative(), n >= 8);
+    let codes: Vec<u8> = (0..16).map(|i| (i % 8 * 2) | (i % 8 * 2 + 1) << 4).collect();
+    for e in 0..255u8 {
+        let mut row = [0.0f32; 32];
+        Matrix::new(Codec::Mxfp4, 1, 32, &codes, &[e]).unwrap().decode_row(0, &mut row);
+        for (i, w) in row.iter().enumerate() {
+            let exact = expected[i % 8] * 2f64.powi(i32::from(e) - 127);
+            assert_eq!(f64::from(w.abs()), f64::from(exact as f32), "code {i}, scale {e}");
+            assert_eq!(w.is_sign_negative(), i % 16 >= 8);
+        }
+    }
+}
+
+#[test]
+fn decoded_rows_are_the_exact_weights_rounded_once() {
+    let mut rng = Rng(12);
+    for codec in CODECS {
+        let packed = Packed::random(&mut rng, codec, 5, 160);
+        let mut row = vec![0.0; 160];
+        for r in 0..5 {
+            packed.matrix().decode_row(r, &mut row);
+            for (c, w) in row.iter().enumerate() {
+                let exact = packed.weight(r, c);
+                // Sums of table entries round once for each stage.
+                close("weight", *w, exact, exact.abs() + 1e-3, 2e-7);
+            }
+        }
     }
 }
 
@@ -224,7 +308,7 @@ fn the_low_nibble_is_the_even_input() {
     for input in 0..32 {
         let mut packed = [0u8; 16];
         packed[input / 2] = 2 << (4 * (input % 2));
-        let m = Matrix::mxfp4(1, 32, &packed, &[127]).unwrap();
+        let m = Matrix::new(Codec::Mxfp4, 1, 32, &packed, &[127]).unwrap();
         let x: Vec<f32> = (0..32).map(|i| 100.0 + i as f32).collect();
         let mut out = [0.0];
         Kernels::detect().matmul(&m, &x, 1, &mut out);
@@ -234,7 +318,7 @@ fn the_low_nibble_is_the_even_input() {
 
 #[test]
 fn a_subnormal_mxfp4_scale_is_not_flushed() {
-    let m = Matrix::mxfp4(1, 32, &[0x22; 16], &[0]).unwrap();
+    let m = Matrix::new(Codec::Mxfp4, 1, 32, &[0x22; 16], &[0]).unwrap();
     let mut out = [0.0];
     Kernels::detect().matmul(&m, &[1.0; 32], 1, &mut out);
     assert_eq!(out[0], 32.0 * 2f32.powi(-127));
@@ -242,21 +326,45 @@ fn a_subnormal_mxfp4_scale_is_not_flushed() {
 
 #[test]
 fn bytes_that_are_not_the_matrix_are_refused() {
-    assert!(Matrix::f32(2, 3, &[0; 23]).unwrap_err().to_string().contains("24 bytes"));
-    assert!(Matrix::bf16(2, 3, &[0; 13]).unwrap_err().to_string().contains("found 13"));
-    assert!(Matrix::bf16(usize::MAX, 3, &[]).is_err());
-    assert!(Matrix::mxfp4(1, 33, &[0; 16], &[0]).unwrap_err().to_string().contains("33 columns"));
-    assert!(Matrix::mxfp4(1, 32, &[0; 15], &[0]).unwrap_err().to_string().contains("nibbles"));
-    assert!(Matrix::mxfp4(1, 32, &[0; 16], &[]).unwrap_err().to_string().contains("scales"));
-    let nan = Matrix::mxfp4(2, 64, &[0; 64], &[1, 2, 3, 255]).unwrap_err().to_string();
-    assert!(nan.contains("row 1, inputs 32..64"), "{nan}");
+    let vq = |codes: &[u8], scales: &[u8], entries: usize, tables: usize| {
+        let codec = Codec::Vq(Vq { stages: 2, entries, index_block: 0, packed: false });
+        Matrix::with_tables(codec, 1, 8, codes, scales, &vec![0.0; tables]).map(|_| ())
+    };
+    let plain = |codec, rows, cols, codes: &[u8], scales: &[u8]| {
+        Matrix::new(codec, rows, cols, codes, scales).map(|_| ())
+    };
+    let q4 = Codec::Q4 { group: 32 };
+    let cases = [
+        (plain(Codec::F32, 2, 3, &[0; 23], &[]), "takes 24 bytes of codes, found 23"),
+        (plain(Codec::Bf16, 2, 3, &[0; 13], &[]), "found 13"),
+        (plain(Codec::Bf16, 2, 3, &[0; 12], &[0]), "0 bytes of scales, found 1"),
+        (plain(Codec::Bf16, usize::MAX, 3, &[], &[]), "too large"),
+        (plain(Codec::Mxfp4, 1, 33, &[0; 16], &[0]), "33 columns"),
+        (plain(Codec::Mxfp4, 1, 32, &[0; 15], &[0]), "16 bytes of codes"),
+        (plain(Codec::Mxfp4, 1, 32, &[0; 16], &[]), "1 bytes of scales"),
+        (plain(Codec::Mxfp4, 2, 64, &[0; 64], &[1, 2, 3, 255]), "row 1, inputs from 32 on, is NaN"),
+        (plain(q4, 1, 33, &[0; 17], &[0, 0]), "4 bytes of scales"),
+        (plain(q4, 1, 33, &[0; 17], &[0, 0, 0, 0x7c]), "row 0, inputs from 32 on, is inf"),
+        (plain(Codec::Q8 { group: 32 }, 2, 8, &[0; 16], &[0, 0, 1, 0xfe]), "row 1"),
+        (plain(Codec::Q8 { group: 24 }, 1, 8, &[0; 8], &[0; 2]), "groups of 24"),
+        (plain(Codec::Q8 { group: 0 }, 1, 8, &[0; 8], &[0; 2]), "groups of 0"),
+        (plain(Codec::Vq(VQ3R), 1, 8, &[], &[]), "needs its tables"),
+        (vq(&[0, 0], &[0, 0], 256, 4095), "tables"),
+        (vq(&[0, 200], &[0, 0], 200, 3200), "byte 1 of the indices is 200"),
+        (vq(&[0, 0], &[0, 0x7c], 256, 4096), "row 0"),
+        (vq(&[0, 0], &[0, 0], 257, 4112), "up to 256 entries"),
+    ];
+    for (result, message) in cases {
+        let error = result.expect_err(message).to_string();
+        assert!(error.contains(message), "{error:?} does not say {message:?}");
+    }
 }
 
 #[test]
 fn row_ranges_are_the_rows() {
     let mut rng = Rng(5);
-    for format in 0..FORMATS {
-        let packed = Packed::random(&mut rng, format, 9, 64);
+    for codec in CODECS {
+        let packed = Packed::random(&mut rng, codec, 9, 64);
         let x = rng.vec(64);
         let mut whole = vec![0.0; 9];
         Kernels::detect().matmul(&packed.matrix(), &x, 1, &mut whole);
@@ -270,7 +378,7 @@ fn row_ranges_are_the_rows() {
 fn any_number_of_threads_gives_the_same_bits() {
     let mut rng = Rng(6);
     let (rows, cols) = (301, 256);
-    let packed = Packed::random(&mut rng, 1, rows, cols);
+    let packed = Packed::random(&mut rng, Codec::Bf16, rows, cols);
     let m = packed.matrix();
     let x = rng.vec(cols);
     let mut alone = vec![0.0; rows];
@@ -288,10 +396,13 @@ fn any_number_of_threads_gives_the_same_bits() {
 #[test]
 fn columns_are_the_transposed_product() {
     let mut rng = Rng(7);
-    for format in 0..2 {
+    for codec in CODECS {
         for cols in [1, 8, 33, 128] {
             let rows = 24;
-            let packed = Packed::random(&mut rng, format, rows, cols);
+            if codec.layout(rows, cols).is_err() {
+                continue;
+            }
+            let packed = Packed::random(&mut rng, codec, rows, cols);
             let a = rng.vec(rows);
             let got = every_set("columns", |k| {
                 let mut out = vec![7.0; cols];
@@ -465,7 +576,7 @@ proptest! {
         scales in prop::collection::vec(0u8..255, 4),
         x in prop::collection::vec(any::<f32>(), 64),
     ) {
-        let m = Matrix::mxfp4(2, 64, &packed, &scales).unwrap();
+        let m = Matrix::new(Codec::Mxfp4, 2, 64, &packed, &scales).unwrap();
         every_set("mxfp4", |k| {
             let mut out = vec![0.0; 2];
             k.matmul(&m, &x, 1, &mut out);

@@ -1,6 +1,6 @@
 //! Experts are never expanded: multiplying packed bytes takes no memory at all.
 
-use rill_kernels::{Kernels, Matrix};
+use rill_kernels::{Codec, Kernels, Matrix};
 use rill_testkit::PeakAlloc;
 
 #[global_allocator]
@@ -14,8 +14,8 @@ fn multiplying_packed_experts_allocates_nothing() {
     let x = vec![0.5f32; 3 * cols];
     let mut out = vec![0.0f32; 3 * rows];
     let matrices = [
-        Matrix::mxfp4(rows, cols, &packed, &scales).unwrap(),
-        Matrix::bf16(rows, cols, &wide).unwrap(),
+        Matrix::new(Codec::Mxfp4, rows, cols, &packed, &scales).unwrap(),
+        Matrix::new(Codec::Bf16, rows, cols, &wide, &[]).unwrap(),
     ];
     for kernels in Kernels::all() {
         for matrix in &matrices {

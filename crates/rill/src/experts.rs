@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use rill_format::{Checkpoint, TensorId};
-use rill_kernels::Matrix;
+use rill_kernels::{Codec, Matrix};
 
 use crate::config::{ExpertFormat, ModelConfig};
 use crate::error::{Error, ExpertError};
@@ -137,8 +137,8 @@ impl CheckpointExperts {
     ) -> Result<Expert<'a>, ExpertError> {
         let matrix = |ids: [TensorId; 2], rows, cols, bytes: &'a [Vec<u8>; 2]| {
             match self.format {
-                ExpertFormat::Bf16 => Matrix::bf16(rows, cols, &bytes[0]),
-                ExpertFormat::Mxfp4 => Matrix::mxfp4(rows, cols, &bytes[0], &bytes[1]),
+                ExpertFormat::Bf16 => Matrix::new(Codec::Bf16, rows, cols, &bytes[0], &[]),
+                ExpertFormat::Mxfp4 => Matrix::new(Codec::Mxfp4, rows, cols, &bytes[0], &bytes[1]),
             }
             // The binder checked the shapes, so what can be wrong is in the scales, if any.
             .map_err(|source| ExpertError::Layout {

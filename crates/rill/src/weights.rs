@@ -7,7 +7,7 @@
 
 use half::{bf16, f16};
 use rill_format::{Checkpoint, Dtype, TensorId, TensorInfo};
-use rill_kernels::{Matrix, math};
+use rill_kernels::{Codec, Matrix, math};
 
 use crate::compute::transpose;
 use crate::config::{
@@ -26,11 +26,9 @@ pub(crate) struct Linear {
 
 impl Linear {
     pub(crate) fn view(&self) -> Matrix<'_> {
-        match self.dtype {
-            Dtype::F32 => Matrix::f32(self.rows, self.cols, &self.bytes),
-            _ => Matrix::bf16(self.rows, self.cols, &self.bytes),
-        }
-        .expect("the binder checked type and shape")
+        let codec = if self.dtype == Dtype::F32 { Codec::F32 } else { Codec::Bf16 };
+        Matrix::new(codec, self.rows, self.cols, &self.bytes, &[])
+            .expect("the binder checked type and shape")
     }
 }
 
