@@ -1,16 +1,32 @@
-//! Everything that can be wrong with a checkpoint, and what to do about it.
+//! Everything that can be wrong with a checkpoint or a container, and what to do about it.
 
 use std::io;
 
 use crate::{Dtype, MAX_RANK};
 
-/// Why a checkpoint could not be opened or read.
+/// Why a checkpoint or a container could not be opened or read.
 ///
 /// `file` and `shard` say where to look: a path, or a name inside the built-in demo. Names that
 /// come from the files are printed quoted and escaped.
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum FormatError {
+    /// A `.rill` container is not what it says it is.
+    #[error(
+        "{file}: {what} should be {expected}, found {found}; the container is damaged or still \
+         being written, convert or copy it again"
+    )]
+    Container {
+        /// The file.
+        file: String,
+        /// Which field, record or run, and where.
+        what: String,
+        /// What it should be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+
     /// The folder has neither an index nor a lone shard.
     #[error(
         "{folder} holds neither model.safetensors.index.json nor model.safetensors; name the \
@@ -414,6 +430,199 @@ pub enum FormatError {
         /// The operating system's reason.
         source: io::Error,
     },
+
+    /// The manifest of a `.waste` container is not the JSON it should be.
+    #[error("{manifest} is not a valid .waste manifest: {reason}; copy the container again")]
+    BadManifest {
+        /// The manifest.
+        manifest: String,
+        /// What is wrong, with line and column.
+        reason: String,
+    },
+
+    /// A `.waste` container of another version, or none that says so.
+    #[error(
+        "{manifest} has format_version {found} and only 0 is read; name the checkpoint that the \
+         container was made from, or convert it to version 0"
+    )]
+    WasteVersion {
+        /// The manifest.
+        manifest: String,
+        /// The version as written, shortened.
+        found: String,
+    },
+
+    /// A value in a `.waste` manifest that cannot be true or is not supported.
+    #[error(
+        "{manifest}: {field}{} is {found}, expected {expected}; copy the container again or \
+         convert the model again",
+        at(tensor)
+    )]
+    ManifestField {
+        /// The manifest.
+        manifest: String,
+        /// The tensor it is about, if any.
+        tensor: Option<String>,
+        /// The field.
+        field: String,
+        /// What would be right.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+
+    /// A file of a `.waste` container that is not as long as the manifest says.
+    #[error("{file} has {found} bytes, the manifest says {expected}; copy the file again")]
+    WasteFileSize {
+        /// The file.
+        file: String,
+        /// Bytes according to the manifest.
+        expected: u64,
+        /// Bytes it has.
+        found: u64,
+    },
+
+    /// A codebook that cannot be used.
+    #[error(
+        "{file}: {field} at byte {byte} is {found}, expected {expected}; copy the file again"
+    )]
+    BadCodebook {
+        /// The file of codebooks.
+        file: String,
+        /// Where.
+        byte: u64,
+        /// What is wrong.
+        field: &'static str,
+        /// What would be right.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+
+    /// A layer refers to a codebook that is not there.
+    #[error(
+        "{file} lacks codebook {number}, which the experts of layer {layer} need; copy the \
+         container again"
+    )]
+    MissingCodebook {
+        /// The file of codebooks.
+        file: String,
+        /// The codebook.
+        number: u32,
+        /// The layer.
+        layer: u32,
+    },
+
+    /// The special tokens of a `.waste` container are not the JSON they should be.
+    #[error("{file} is not a list of special tokens: {reason}; copy the file again")]
+    BadSpecials {
+        /// The file.
+        file: String,
+        /// What is wrong, with line and column.
+        reason: String,
+    },
+
+    /// Rows that a tensor does not have.
+    #[error(
+        "{file}: {n} rows from row {first} of tensor {tensor:?} were asked for and it has {rows}; \
+         ask for what its shape says"
+    )]
+    BadRows {
+        /// The file.
+        file: String,
+        /// The tensor.
+        tensor: String,
+        /// First row asked for.
+        first: u64,
+        /// Rows asked for.
+        n: u64,
+        /// Rows it has.
+        rows: u64,
+    },
+
+    /// An expert that the container does not hold.
+    #[error(
+        "{folder} does not hold expert {expert} of layer {layer}; check that the configuration \
+         and the weights belong to the same model"
+    )]
+    MissingExpert {
+        /// The container.
+        folder: String,
+        /// The layer.
+        layer: u32,
+        /// The expert.
+        expert: u32,
+    },
+
+    /// Records that do not have the size of the model's experts.
+    #[error(
+        "{file}: records of layer {layer} have {found} bytes, but experts of {inter} × {width} \
+         {}; check that the configuration and the weights belong to the same model",
+        takes(expected)
+    )]
+    RecordShape {
+        /// The bank.
+        file: String,
+        /// The layer.
+        layer: u32,
+        /// Rows of an expert's gate.
+        inter: usize,
+        /// Columns of an expert's gate.
+        width: usize,
+        /// Bytes such a record takes; none if no record can hold the shape.
+        expected: Option<u64>,
+        /// Bytes of a record.
+        found: u64,
+    },
+
+    /// A record whose header is not the one of this expert.
+    #[error(
+        "{file}: expert {expert} of layer {layer}: {field} at byte {byte} is {found}, expected \
+         {expected}; copy the file again"
+    )]
+    BadRecord {
+        /// The bank.
+        file: String,
+        /// The layer.
+        layer: u32,
+        /// The expert.
+        expert: u32,
+        /// Where in the file.
+        byte: u64,
+        /// The field of the header.
+        field: &'static str,
+        /// What it must be.
+        expected: u64,
+        /// What it is.
+        found: u64,
+    },
+
+    /// A record that was damaged after it was written.
+    #[error(
+        "{file}: expert {expert} of layer {layer}, the record at byte {byte}, has checksum \
+         {found:08x} and should have {expected:08x}; copy the file again and check the disk"
+    )]
+    RecordChecksum {
+        /// The bank.
+        file: String,
+        /// The layer.
+        layer: u32,
+        /// The expert.
+        expert: u32,
+        /// Where in the file the record starts.
+        byte: u64,
+        /// The CRC-32 in its header.
+        expected: u32,
+        /// The CRC-32 of its bytes.
+        found: u32,
+    },
+}
+
+fn takes(expected: &Option<u64>) -> String {
+    match expected {
+        Some(bytes) => format!("take {bytes}"),
+        None => "cannot be split into vectors of 8".to_owned(),
+    }
 }
 
 fn at(tensor: &Option<String>) -> String {

@@ -1,4 +1,5 @@
-//! Reads Hugging Face checkpoints: sharded safetensors with an index, or one file without.
+//! Reads Hugging Face checkpoints (sharded safetensors with an index, or one file without) and
+//! `.rill` containers.
 //!
 //! [`Checkpoint::open`] reads headers only and checks every byte of them; afterwards a tensor's
 //! place in its file is known to be true, and reading it can fail only because the disk or the
@@ -6,6 +7,7 @@
 //! weights are for.
 
 mod checkpoint;
+pub mod container;
 mod error;
 mod folder;
 mod header;

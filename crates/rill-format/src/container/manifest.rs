@@ -1,0 +1,471 @@
+//! `manifest.json`: what a container holds and where.
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::record::RecordLayout;
+use super::{ALIGN, PART_ALIGN, checksum};
+
+/// The manifest of a container; see `docs/format.md`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// Always `rill`.
+    pub format: String,
+    /// Always 0.
+    pub version: u32,
+    /// Names the weights, wherever they are placed.
+    pub fingerprint: String,
+    /// Where files may lie; the first is the container's own folder.
+    pub directories: Vec<String>,
+    /// The release's small files.
+    pub files: Vec<SmallFile>,
+    /// Everything but routed experts.
+    pub trunk: Trunk,
+    /// Routed experts, if the model has any.
+    pub experts: Option<Experts>,
+    /// Checksum of the manifest itself.
+    pub checksum: String,
+}
+
+/// A file of the release, unchanged.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SmallFile {
+    /// File name.
+    pub name: String,
+    /// Its size.
+    pub bytes: u64,
+    /// Its checksum.
+    pub checksum: String,
+}
+
+/// The file of trunk runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Trunk {
+    /// Index into the directories.
+    pub directory: usize,
+    /// File name.
+    pub file: String,
+    /// Its size.
+    pub bytes: u64,
+    /// What it consists of.
+    pub runs: Vec<Run>,
+}
+
+/// Tensors that are read together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Run {
+    /// `global`, `layer N` or `vision`.
+    pub name: String,
+    /// First byte in the file.
+    pub offset: u64,
+    /// Size in the file, padding included.
+    pub bytes: u64,
+    /// Checksum of all of it.
+    pub checksum: String,
+    /// Its tensors by ascending offset.
+    pub tensors: Vec<TrunkTensor>,
+}
+
+/// A tensor of the trunk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrunkTensor {
+    /// Its published name.
+    pub name: String,
+    /// Its published shape.
+    pub shape: Vec<u64>,
+    /// How it is stored.
+    pub codec: Codec,
+    /// First byte of the codes, from the start of the run.
+    pub offset: u64,
+    /// Bytes of codes.
+    pub code_bytes: u64,
+    /// Bytes of scales, which follow the codes at the next multiple of 64.
+    pub scale_bytes: u64,
+}
+
+impl TrunkTensor {
+    /// First byte of the scales, from the start of the run.
+    pub fn scale_offset(&self) -> u64 {
+        (self.offset + self.code_bytes).next_multiple_of(PART_ALIGN as u64)
+    }
+
+    /// One past the last byte, or `None` beyond 64 bits.
+    fn end(&self) -> Option<u64> {
+        let codes = self.offset.checked_add(self.code_bytes)?;
+        match self.scale_bytes {
+            0 => Some(codes),
+            n => codes.checked_next_multiple_of(PART_ALIGN as u64)?.checked_add(n),
+        }
+    }
+}
+
+/// The banks of routed experts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Experts {
+    /// w1.
+    pub gate: Matrix,
+    /// w3.
+    pub up: Matrix,
+    /// w2.
+    pub down: Matrix,
+    /// Size of every record.
+    pub record_bytes: u64,
+    /// One per mixture layer, by ascending layer.
+    pub banks: Vec<Bank>,
+}
+
+/// A matrix of every expert.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Matrix {
+    /// Outputs.
+    pub rows: u64,
+    /// Inputs.
+    pub cols: u64,
+    /// How it is stored.
+    pub codec: Codec,
+    /// Bytes of codes.
+    pub code_bytes: u64,
+    /// Bytes of scales.
+    pub scale_bytes: u64,
+}
+
+/// The experts of one layer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Bank {
+    /// Index of the layer.
+    pub layer: u32,
+    /// Records in it.
+    pub experts: u32,
+    /// The files it lies in.
+    pub stripes: Vec<Stripe>,
+}
+
+/// A part of every record of a bank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Stripe {
+    /// Index into the directories.
+    pub directory: usize,
+    /// File name.
+    pub file: String,
+    /// Bytes of each record that lie here.
+    pub bytes: u64,
+}
+
+/// A number format on disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Codec {
+    /// Which format.
+    pub name: CodecName,
+    /// Inputs that share a scale; 0 for formats without groups of their own.
+    pub group: u32,
+}
+
+/// Names of number formats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CodecName {
+    /// Little-endian f32.
+    F32,
+    /// Little-endian bf16.
+    Bf16,
+    /// Signed bytes with f16 scales.
+    Q8,
+    /// Nibbles with f16 scales.
+    Q4,
+    /// Four-bit floats with power-of-two scales.
+    Mxfp4,
+}
+
+impl CodecName {
+    /// Number in a record's header.
+    pub(super) fn id(self) -> u8 {
+        self as u8
+    }
+}
+
+impl fmt::Display for Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self.name {
+            CodecName::F32 => "f32",
+            CodecName::Bf16 => "bf16",
+            CodecName::Q8 => "q8",
+            CodecName::Q4 => "q4",
+            CodecName::Mxfp4 => "mxfp4",
+        };
+        match self.group {
+            0 => f.write_str(name),
+            group => write!(f, "{name} in groups of {group}"),
+        }
+    }
+}
+
+/// What is wrong with a manifest: which field, and what it should be and is.
+pub(super) struct Wrong {
+    pub(super) field: String,
+    pub(super) expected: String,
+    pub(super) found: String,
+}
+
+fn wrong(field: impl Into<String>, expected: impl ToString, found: impl ToString) -> Wrong {
+    Wrong { field: field.into(), expected: expected.to_string(), found: found.to_string() }
+}
+
+/// Lines around the checksum's digits at the end of the file.
+const BEFORE_DIGITS: &str = "  \"checksum\": \"";
+const AFTER_DIGITS: &str = "\"\n}\n";
+const DIGITS: usize = 16;
+const NO_DIGITS: &str = "0000000000000000";
+
+/// Most layers, experts of a layer, directories and stripes that make sense.
+const MAX_BANKS: usize = 1 << 10;
+const MAX_EXPERTS: u32 = 1 << 16;
+const MAX_DIRECTORIES: usize = 256;
+
+impl Manifest {
+    /// The file's bytes, its checksum included.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let blank = Self { checksum: NO_DIGITS.to_owned(), ..self.clone() };
+        let mut text = serde_json::to_string_pretty(&blank).expect("plain data serialises");
+        text.push('\n');
+        let digits = text.len() - AFTER_DIGITS.len() - DIGITS;
+        debug_assert!(text[..digits].ends_with(BEFORE_DIGITS));
+        let sum = checksum(text.as_bytes());
+        text.replace_range(digits..digits + DIGITS, &format!("{sum:016x}"));
+        text.into_bytes()
+    }
+
+    /// Parses and checks a manifest; everything it says is then consistent with itself.
+    pub(super) fn parse(bytes: &[u8]) -> Result<(Self, Option<RecordLayout>), Wrong> {
+        let digits = bytes.len().checked_sub(AFTER_DIGITS.len() + DIGITS);
+        let Some(digits) = digits.filter(|&at| {
+            bytes[..at].ends_with(BEFORE_DIGITS.as_bytes())
+                && bytes[at + DIGITS..] == *AFTER_DIGITS.as_bytes()
+        }) else {
+            return Err(wrong("its end", "the line with its checksum, then }", "something else"));
+        };
+        let mut blank = bytes.to_vec();
+        blank[digits..digits + DIGITS].copy_from_slice(NO_DIGITS.as_bytes());
+        let expected = format!("{:016x}", checksum(&blank));
+        let found = String::from_utf8_lossy(&bytes[digits..digits + DIGITS]);
+        if found != expected {
+            return Err(wrong("its own checksum", expected, found));
+        }
+        let manifest: Self = match serde_json::from_slice(bytes) {
+            Ok(manifest) => manifest,
+            Err(error) => {
+                return Err(Wrong {
+                    field: "its JSON".to_owned(),
+                    expected: "the fields of a version 0 container".to_owned(),
+                    found: error.to_string(),
+                });
+            }
+        };
+        let layout = manifest.check()?;
+        Ok((manifest, layout))
+    }
+
+    fn check(&self) -> Result<Option<RecordLayout>, Wrong> {
+        if self.format != "rill" {
+            return Err(wrong("format", "rill", &self.format));
+        }
+        if self.version != 0 {
+            return Err(wrong(
+                "version",
+                "0 (this program is older than the container)",
+                self.version,
+            ));
+        }
+        check_hex("fingerprint", &self.fingerprint, 32)?;
+        if self.directories.first().is_none_or(|first| first != ".") {
+            let first = self.directories.first().cloned().unwrap_or_default();
+            return Err(wrong("directories[0]", ".", first));
+        }
+        if self.directories.len() > MAX_DIRECTORIES {
+            return Err(wrong(
+                "directories",
+                format!("at most {MAX_DIRECTORIES}"),
+                self.directories.len(),
+            ));
+        }
+        // One place for one file, and none for the manifest itself.
+        let mut places = HashSet::from([(0, "manifest.json")]);
+        for (i, file) in self.files.iter().enumerate() {
+            self.check_place(&format!("files[{i}]"), 0, &file.name, &mut places)?;
+            check_hex(&format!("files[{i}].checksum"), &file.checksum, DIGITS)?;
+        }
+        self.check_place("trunk", self.trunk.directory, &self.trunk.file, &mut places)?;
+        self.check_trunk()?;
+        match &self.experts {
+            None => Ok(None),
+            Some(experts) => self.check_experts(experts, &mut places).map(Some),
+        }
+    }
+
+    fn check_place<'a>(
+        &'a self,
+        field: &str,
+        directory: usize,
+        file: &'a str,
+        places: &mut HashSet<(usize, &'a str)>,
+    ) -> Result<(), Wrong> {
+        let directories = self.directories.len();
+        if directory >= directories {
+            return Err(wrong(
+                format!("{field}.directory"),
+                format!("below {directories}"),
+                directory,
+            ));
+        }
+        let plain = !file.is_empty()
+            && file != "."
+            && file != ".."
+            && !file.contains(['/', '\\', '\0', ':']);
+        if !plain {
+            return Err(wrong(format!("{field}.file"), "a plain file name", format!("{file:?}")));
+        }
+        if !places.insert((directory, file)) {
+            return Err(wrong(
+                format!("{field}.file"),
+                "a file of its own",
+                format!("{file:?} again"),
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_trunk(&self) -> Result<(), Wrong> {
+        let mut at = 0u64;
+        let mut names = HashSet::new();
+        for (i, run) in self.trunk.runs.iter().enumerate() {
+            let field = |name: &str| format!("trunk.runs[{i}].{name}");
+            if run.offset != at {
+                return Err(wrong(field("offset"), at, run.offset));
+            }
+            check_hex(&field("checksum"), &run.checksum, DIGITS)?;
+            let mut end = 0;
+            for tensor in &run.tensors {
+                let name = format!("{} of tensor {:?}", field("offset"), tensor.name);
+                if tensor.offset < end || !tensor.offset.is_multiple_of(PART_ALIGN as u64) {
+                    return Err(wrong(
+                        &name,
+                        format!("a multiple of 64 from {end}"),
+                        tensor.offset,
+                    ));
+                }
+                end = match tensor.end() {
+                    Some(end) if end <= run.bytes => end,
+                    end => {
+                        let found = end.map_or("overflow".to_owned(), |end| end.to_string());
+                        return Err(wrong(name, format!("an end up to {}", run.bytes), found));
+                    }
+                };
+                if !names.insert(tensor.name.as_str()) {
+                    return Err(wrong(
+                        field("tensors"),
+                        "each tensor once",
+                        format!("{:?} twice", tensor.name),
+                    ));
+                }
+            }
+            let expected = end.checked_next_multiple_of(ALIGN as u64);
+            if Some(run.bytes) != expected {
+                let expected = expected.map_or("fewer".to_owned(), |bytes| bytes.to_string());
+                return Err(wrong(field("bytes"), expected, run.bytes));
+            }
+            at = match at.checked_add(run.bytes) {
+                Some(at) => at,
+                None => return Err(wrong(field("bytes"), "an end below 2^64", run.bytes)),
+            };
+        }
+        if self.trunk.bytes != at {
+            return Err(wrong("trunk.bytes", at, self.trunk.bytes));
+        }
+        Ok(())
+    }
+
+    fn check_experts<'a>(
+        &'a self,
+        experts: &'a Experts,
+        places: &mut HashSet<(usize, &'a str)>,
+    ) -> Result<RecordLayout, Wrong> {
+        let Experts { gate, up, down, .. } = experts;
+        let matrices = [gate.clone(), up.clone(), down.clone()];
+        for (name, matrix) in ["gate", "up", "down"].iter().zip(&matrices) {
+            if matrix.codec.group > u32::from(u16::MAX) {
+                return Err(wrong(
+                    format!("experts.{name}.codec.group"),
+                    "at most 1024",
+                    matrix.codec.group,
+                ));
+            }
+        }
+        let Some(layout) = RecordLayout::new(matrices) else {
+            return Err(wrong("experts", "records that can be addressed", "larger ones"));
+        };
+        if experts.record_bytes != layout.record_bytes as u64 {
+            return Err(wrong("experts.record_bytes", layout.record_bytes, experts.record_bytes));
+        }
+        if experts.banks.len() > MAX_BANKS {
+            return Err(wrong(
+                "experts.banks",
+                format!("at most {MAX_BANKS}"),
+                experts.banks.len(),
+            ));
+        }
+        let mut next_layer = 0;
+        for (i, bank) in experts.banks.iter().enumerate() {
+            let field = format!("experts.banks[{i}]");
+            if bank.layer < next_layer || bank.layer >= u32::MAX / 2 {
+                return Err(wrong(
+                    format!("{field}.layer"),
+                    format!("{next_layer} or more"),
+                    bank.layer,
+                ));
+            }
+            next_layer = bank.layer + 1;
+            if bank.experts == 0 || bank.experts > MAX_EXPERTS {
+                return Err(wrong(
+                    format!("{field}.experts"),
+                    format!("1 to {MAX_EXPERTS}"),
+                    bank.experts,
+                ));
+            }
+            let mut sum = 0u64;
+            for stripe in &bank.stripes {
+                self.check_place(&field, stripe.directory, &stripe.file, places)?;
+                if stripe.bytes == 0 || !stripe.bytes.is_multiple_of(ALIGN as u64) {
+                    return Err(wrong(
+                        format!("{field}.stripes"),
+                        "multiples of 16384",
+                        stripe.bytes,
+                    ));
+                }
+                sum = sum.saturating_add(stripe.bytes);
+            }
+            if sum != experts.record_bytes {
+                return Err(wrong(format!("{field}.stripes"), experts.record_bytes, sum));
+            }
+        }
+        Ok(layout)
+    }
+}
+
+fn check_hex(field: &str, text: &str, digits: usize) -> Result<(), Wrong> {
+    let hex = |c: u8| c.is_ascii_digit() || (b'a'..=b'f').contains(&c);
+    if text.len() != digits || !text.bytes().all(hex) {
+        return Err(wrong(field, format!("{digits} hexadecimal digits"), format!("{text:?}")));
+    }
+    Ok(())
+}

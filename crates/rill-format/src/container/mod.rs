@@ -1,0 +1,358 @@
+//! The `.rill` container: one aligned record per expert, one aligned run per layer, a checksum over
+//! every byte. `docs/format.md` is its specification.
+
+mod manifest;
+mod record;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+pub use manifest::{
+    Bank, Codec, CodecName, Experts, Manifest, Matrix, Run, SmallFile, Stripe, Trunk, TrunkTensor,
+};
+pub use record::{HEADER_BYTES, Mismatch, RecordLayout};
+use twox_hash::{XxHash3_64, XxHash3_128};
+
+use crate::read_at::Source;
+use crate::{Folder, FormatError};
+
+/// Alignment of records and runs, in bytes: a multiple of every page and sector size in use.
+pub const ALIGN: usize = 16 << 10;
+/// Alignment of the parts of a record and of a run, in bytes.
+pub const PART_ALIGN: usize = 64;
+/// Name of the file that makes a folder a container.
+pub const MANIFEST: &str = "manifest.json";
+
+/// Largest manifest that makes sense: K3's has about 2,000 tensors and 92 banks.
+const MAX_MANIFEST_BYTES: u64 = 64 << 20;
+/// Largest small file that makes sense.
+const MAX_SMALL_BYTES: u64 = 256 << 20;
+/// Bytes of a trunk run that are read at a time while it is verified.
+const VERIFY_BYTES: usize = 8 << 20;
+
+/// Checksum of some bytes.
+pub fn checksum(bytes: &[u8]) -> u64 {
+    XxHash3_64::oneshot(bytes)
+}
+
+/// A checksum over bytes that come piece by piece.
+#[derive(Clone, Default)]
+pub struct Checksum(XxHash3_64);
+
+impl Checksum {
+    /// Adds bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        std::hash::Hasher::write(&mut self.0, bytes);
+    }
+
+    /// The checksum of all bytes added.
+    pub fn finish(&self) -> u64 {
+        std::hash::Hasher::finish(&self.0)
+    }
+}
+
+/// A checksum as the manifest writes it.
+pub fn hex(checksum: u64) -> String {
+    format!("{checksum:016x}")
+}
+
+/// The fingerprint of weights: of the checksums of the small files, of the runs and of the
+/// experts' payloads, in the manifest's order.
+pub fn fingerprint(checksums: impl IntoIterator<Item = u64>) -> String {
+    let bytes: Vec<u8> = checksums.into_iter().flat_map(u64::to_le_bytes).collect();
+    format!("{:032x}", XxHash3_128::oneshot(&bytes))
+}
+
+/// An open container: immutable, shared between threads.
+#[derive(Debug)]
+pub struct Container {
+    folder: PathBuf,
+    manifest: Manifest,
+    layout: Option<RecordLayout>,
+    trunk: Source,
+    /// Files of each bank's stripes, by index of the bank.
+    banks: Vec<Vec<Source>>,
+    /// Index of a layer's bank.
+    bank_of_layer: HashMap<u32, usize>,
+    /// Run and index of each trunk tensor.
+    tensors: HashMap<String, (usize, usize)>,
+}
+
+impl Container {
+    /// Whether a folder is a container.
+    pub fn is_container(folder: &Path) -> bool {
+        let bytes = Folder::Disk(folder.to_owned()).read(MANIFEST, MAX_MANIFEST_BYTES);
+        bytes.is_ok_and(|bytes| {
+            let text = String::from_utf8_lossy(&bytes);
+            text.contains("\"format\": \"rill\"")
+        })
+    }
+
+    /// Opens a container: checks the manifest, the size of every file and the small files.
+    ///
+    /// # Errors
+    /// When anything differs from `docs/format.md`, or a file cannot be read.
+    pub fn open(folder: PathBuf) -> Result<Self, FormatError> {
+        let own = Folder::Disk(folder.clone());
+        let bytes = own.read(MANIFEST, MAX_MANIFEST_BYTES)?;
+        let (manifest, layout) =
+            Manifest::parse(&bytes).map_err(|wrong| FormatError::Container {
+                file: own.describe(MANIFEST),
+                what: wrong.field,
+                expected: wrong.expected,
+                found: wrong.found,
+            })?;
+        let open = |directory: usize, file: &str, bytes: u64| {
+            let folder = Folder::Disk(folder.join(&manifest.directories[directory]));
+            let source = folder.open(file)?;
+            let found = source.len().map_err(|e| folder.io_error(file, "taking its size", e))?;
+            if found != bytes {
+                return Err(FormatError::Container {
+                    file: folder.describe(file),
+                    what: "its size".to_owned(),
+                    expected: format!("{bytes} bytes"),
+                    found: format!("{found} bytes"),
+                });
+            }
+            Ok(source)
+        };
+        for file in &manifest.files {
+            let bytes = own.read(&file.name, file.bytes.min(MAX_SMALL_BYTES))?;
+            check_sum(&own.describe(&file.name), "its checksum", &file.checksum, checksum(&bytes))?;
+        }
+        let trunk = open(manifest.trunk.directory, &manifest.trunk.file, manifest.trunk.bytes)?;
+        let mut banks = Vec::new();
+        let mut bank_of_layer = HashMap::new();
+        for bank in manifest.experts.iter().flat_map(|experts| &experts.banks) {
+            bank_of_layer.insert(bank.layer, banks.len());
+            let stripes = bank.stripes.iter().map(|stripe| {
+                let bytes = stripe.bytes.saturating_mul(u64::from(bank.experts));
+                open(stripe.directory, &stripe.file, bytes)
+            });
+            banks.push(stripes.collect::<Result<_, _>>()?);
+        }
+        let mut tensors = HashMap::new();
+        for (r, run) in manifest.trunk.runs.iter().enumerate() {
+            for (t, tensor) in run.tensors.iter().enumerate() {
+                tensors.insert(tensor.name.clone(), (r, t));
+            }
+        }
+        Ok(Self { folder, manifest, layout, trunk, banks, bank_of_layer, tensors })
+    }
+
+    /// What it holds.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The container's own folder, where the small files are.
+    pub fn folder(&self) -> Folder {
+        Folder::Disk(self.folder.clone())
+    }
+
+    /// Where the parts of a record lie; `None` for a model without routed experts.
+    pub fn layout(&self) -> Option<&RecordLayout> {
+        self.layout.as_ref()
+    }
+
+    /// Experts of a layer; 0 for a layer without.
+    pub fn experts(&self, layer: u32) -> u32 {
+        let bank = self.bank_of_layer.get(&layer).map(|&bank| &self.bank_list()[bank]);
+        bank.map_or(0, |bank| bank.experts)
+    }
+
+    /// A tensor of the trunk.
+    pub fn find(&self, name: &str) -> Option<&TrunkTensor> {
+        let &(run, tensor) = self.tensors.get(name)?;
+        Some(&self.manifest.trunk.runs[run].tensors[tensor])
+    }
+
+    /// Codes and scales of a tensor of the trunk.
+    ///
+    /// # Errors
+    /// When the container has no such tensor, or it cannot be read.
+    pub fn read_tensor(&self, name: &str) -> Result<(Vec<u8>, Vec<u8>), FormatError> {
+        let (run, tensor) = self.locate(name)?;
+        let mut codes = self.buffer(name, tensor.code_bytes)?;
+        let mut scales = self.buffer(name, tensor.scale_bytes)?;
+        self.read_trunk(run.offset + tensor.offset, &mut codes, name)?;
+        self.read_trunk(run.offset + tensor.scale_offset(), &mut scales, name)?;
+        Ok((codes, scales))
+    }
+
+    /// Part of a tensor's codes (`scales` false) or scales, from byte `start` of them.
+    ///
+    /// # Errors
+    /// When the container has no such tensor, the part is not inside it, or it cannot be read.
+    pub fn read_part(
+        &self,
+        name: &str,
+        scales: bool,
+        start: u64,
+        out: &mut [u8],
+    ) -> Result<(), FormatError> {
+        let (run, tensor) = self.locate(name)?;
+        let (offset, bytes) = match scales {
+            false => (tensor.offset, tensor.code_bytes),
+            true => (tensor.scale_offset(), tensor.scale_bytes),
+        };
+        let end = start.checked_add(out.len() as u64);
+        if end.is_none_or(|end| end > bytes) {
+            return Err(FormatError::Container {
+                file: self.trunk_file(),
+                what: format!("the part of tensor {name:?} asked for"),
+                expected: format!("at most {bytes} bytes"),
+                found: format!("{} bytes from byte {start}", out.len()),
+            });
+        }
+        self.read_trunk(run.offset + offset + start, out, name)
+    }
+
+    /// Reads a record and checks its header, and with `verify` its payload; returns the payload's
+    /// stored checksum. `out` must have the record's size.
+    ///
+    /// # Errors
+    /// When there is no such expert, the record cannot be read, or it is not what it should be.
+    pub fn read_record(
+        &self,
+        layer: u32,
+        expert: u32,
+        verify: bool,
+        out: &mut [u8],
+    ) -> Result<u64, FormatError> {
+        let place = || format!("the record of layer {layer}, expert {expert}");
+        let bank_index = self.bank_of_layer.get(&layer).copied();
+        let (Some(bank_index), Some(layout)) = (bank_index, &self.layout) else {
+            return Err(self.no_record(place()));
+        };
+        let bank = &self.bank_list()[bank_index];
+        if expert >= bank.experts || out.len() != layout.record_bytes {
+            return Err(self.no_record(place()));
+        }
+        let mut rest = &mut *out;
+        for (stripe, source) in bank.stripes.iter().zip(&self.banks[bank_index]) {
+            let (part, after) = rest.split_at_mut(stripe.bytes as usize);
+            rest = after;
+            let position = u64::from(expert) * stripe.bytes;
+            source.read_exact_at(part, position).map_err(|stopped| {
+                let file = self.file(stripe.directory, &stripe.file);
+                stopped_error(file, place(), position, part.len(), stopped)
+            })?;
+        }
+        layout.check(out, layer, expert, verify).map_err(|mismatch| FormatError::Container {
+            file: self.file(bank.stripes[0].directory, &bank.stripes[0].file),
+            what: format!(
+                "{} at byte {}: {}",
+                place(),
+                u64::from(expert) * bank.stripes[0].bytes,
+                mismatch.what
+            ),
+            expected: mismatch.expected,
+            found: mismatch.found,
+        })
+    }
+
+    /// Checks one run of the trunk, byte by byte.
+    ///
+    /// # Errors
+    /// When it cannot be read or its checksum is another.
+    pub fn verify_run(&self, run: &Run) -> Result<(), FormatError> {
+        let mut sum = Checksum::default();
+        let mut buffer = vec![0; VERIFY_BYTES];
+        let mut at = 0;
+        while at < run.bytes {
+            let piece = &mut buffer[..VERIFY_BYTES.min((run.bytes - at) as usize)];
+            self.read_trunk(run.offset + at, piece, &run.name)?;
+            sum.update(piece);
+            at += piece.len() as u64;
+        }
+        let what = format!("the checksum of run {:?} at byte {}", run.name, run.offset);
+        check_sum(&self.trunk_file(), &what, &run.checksum, sum.finish())
+    }
+
+    /// All banks, by ascending layer.
+    pub fn bank_list(&self) -> &[Bank] {
+        self.manifest.experts.as_ref().map_or(&[], |experts| &experts.banks)
+    }
+
+    fn locate(&self, name: &str) -> Result<(&Run, &TrunkTensor), FormatError> {
+        match self.tensors.get(name) {
+            Some(&(r, t)) => {
+                let run = &self.manifest.trunk.runs[r];
+                Ok((run, &run.tensors[t]))
+            }
+            None => Err(FormatError::MissingTensor {
+                tensor: name.to_owned(),
+                folder: self.folder.display().to_string(),
+                tensors: self.tensors.len(),
+            }),
+        }
+    }
+
+    fn buffer(&self, name: &str, bytes: u64) -> Result<Vec<u8>, FormatError> {
+        let mut out = Vec::new();
+        let n = usize::try_from(bytes).unwrap_or(usize::MAX);
+        out.try_reserve_exact(n).map_err(|_| FormatError::OutOfMemory {
+            shard: self.trunk_file(),
+            tensor: name.to_owned(),
+            bytes,
+        })?;
+        out.resize(n, 0);
+        Ok(out)
+    }
+
+    fn read_trunk(&self, position: u64, out: &mut [u8], what: &str) -> Result<(), FormatError> {
+        let bytes = out.len();
+        self.trunk.read_exact_at(out, position).map_err(|stopped| {
+            stopped_error(self.trunk_file(), format!("{what:?}"), position, bytes, stopped)
+        })
+    }
+
+    fn trunk_file(&self) -> String {
+        self.file(self.manifest.trunk.directory, &self.manifest.trunk.file)
+    }
+
+    fn file(&self, directory: usize, file: &str) -> String {
+        self.folder.join(&self.manifest.directories[directory]).join(file).display().to_string()
+    }
+
+    fn no_record(&self, what: String) -> FormatError {
+        FormatError::Container {
+            file: self.folder.join(MANIFEST).display().to_string(),
+            what,
+            expected: "one that the container has, into a buffer of its size".to_owned(),
+            found: "none".to_owned(),
+        }
+    }
+}
+
+fn check_sum(file: &str, what: &str, expected: &str, found: u64) -> Result<(), FormatError> {
+    let found = hex(found);
+    if found == expected {
+        return Ok(());
+    }
+    Err(FormatError::Container {
+        file: file.to_owned(),
+        what: what.to_owned(),
+        expected: expected.to_owned(),
+        found,
+    })
+}
+
+fn stopped_error(
+    file: String,
+    what: String,
+    position: u64,
+    bytes: usize,
+    stopped: crate::read_at::Stopped,
+) -> FormatError {
+    FormatError::Container {
+        file,
+        what: format!("reading {what} at byte {position}"),
+        expected: format!("{bytes} bytes"),
+        found: match stopped.error {
+            None => format!("the end of the file after {} bytes", stopped.filled),
+            Some(error) => format!("{error} after {} bytes", stopped.filled),
+        },
+    }
+}
