@@ -1,0 +1,17 @@
+//! Published checkpoints to `.rill` containers.
+//!
+//! [`Plan::new`] decides from headers alone what goes where and how large it gets; [`convert`]
+//! carries a plan out. A conversion can be killed at any moment and run again: it goes on where
+//! it stopped and ends with the same bytes, on any number of threads. The manifest is written
+//! last and makes the folder a container.
+
+mod convert;
+mod error;
+mod place;
+mod plan;
+mod verify;
+
+pub use convert::{Control, Progress, convert};
+pub use error::ConvertError;
+pub use plan::{ExpertCodec, Plan, TrunkCodec};
+pub use verify::verify;
