@@ -32,8 +32,20 @@ fn main() -> ExitCode {
         Ok(Outcome::Interrupted) => ExitCode::from(130),
         Err(error) if output::reader_went_away(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("rill: {error:#}");
+            output::note(&format!("rill: {}", message(&error)));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes, less those that the text before them has already told: the library's
+/// messages are whole sentences that contain their source.
+fn message(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }

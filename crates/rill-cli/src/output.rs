@@ -17,7 +17,12 @@ pub(crate) enum Outcome {
 /// Writes to standard output at once.
 pub(crate) fn print(text: impl AsRef<[u8]>) -> Result<()> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_ref()).and_then(|()| out.flush()).context("standard output")
+    out.write_all(text.as_ref()).and_then(|()| out.flush()).context("cannot write standard output")
+}
+
+/// Writes a line to standard error. That nobody can read it there is no reason to fail.
+pub(crate) fn note(line: &str) {
+    let _ = writeln!(io::stderr(), "{line}");
 }
 
 /// Whether an error is only that whoever read our output has stopped reading, as `head` does.

@@ -9,7 +9,7 @@ use rill::{Engine, FinishReason, GenerateOptions, Sampling, Tokenizer};
 use rill_text::{StopMatcher, Utf8Stream};
 
 use crate::args::RunArgs;
-use crate::output::{Outcome, interrupt_flag, print};
+use crate::output::{Outcome, interrupt_flag, note, print};
 use crate::{model, prompt};
 
 pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     if !args.quiet {
         let reads = engine.expert_reads();
         let tokens = session.position().max(1) as f64;
-        eprintln!(
+        note(&format!(
             "prompt {}; generated {}; experts {:.3} MB/token, read at {:.2} GB/s; {} threads, {} \
              kernels{}",
             rate(ids.len(), prefill),
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
                 Some(FinishReason::Cancelled) => "; interrupted",
                 _ => "",
             },
-        );
+        ));
     }
     match failure {
         Some(error) => Err(error.into()),

@@ -1,0 +1,6 @@
+//! The program as its users meet it: real processes, their output and their exit codes.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod common;
+mod run;
+mod streams;

@@ -1,0 +1,162 @@
+//! `rill run`: prompts in, text out.
+
+use crate::common::{ANSWER, QUESTION, args, command, ended, file, rill, rill_fed};
+
+#[test]
+fn a_bare_question_is_answered_from_any_folder_with_an_empty_environment() {
+    let elsewhere = tempfile::tempdir().unwrap();
+    let mut command = command(["run", QUESTION]);
+    assert_eq!(ended(command.env_clear().current_dir(&elsewhere)).done(), ANSWER);
+    assert_eq!(std::fs::read_dir(elsewhere).unwrap().count(), 0);
+}
+
+#[test]
+fn a_prompt_is_the_same_from_an_argument_a_file_a_dash_and_a_pipe() {
+    let (_folder, path) = file(QUESTION);
+    assert_eq!(rill(["run", QUESTION]).done(), ANSWER);
+    assert_eq!(rill(args!["run", "--file", &path]).done(), ANSWER);
+    assert_eq!(rill_fed(["run", "-"], QUESTION).done(), ANSWER);
+    assert_eq!(rill_fed(["run"], QUESTION).done(), ANSWER);
+}
+
+#[test]
+fn one_line_ending_at_the_end_of_a_pipe_or_file_is_dropped() {
+    let raw = |input: &str| rill_fed(["run", "--raw", "-n", "8"], input).done();
+    let expected = raw("The capital of Italy");
+    assert_eq!(raw("The capital of Italy\n"), expected);
+    assert_eq!(raw("The capital of Italy\r\n"), expected);
+    assert_ne!(raw("The capital of Italy\n\n"), expected);
+    let (_folder, path) = file("The capital of Italy\n");
+    assert_eq!(rill(args!["run", "--raw", "-n", "8", "--file", path]).done(), expected);
+    // An argument is what was typed.
+    let typed = rill(["run", "--raw", "-n", "8", "The capital of Italy\n"]).done();
+    assert_ne!(typed, expected);
+}
+
+#[test]
+fn raw_continues_the_text_and_a_bare_question_uses_the_chat_format() {
+    let raw = rill(["run", "--raw", "-n", "8", "Call me Ishmael"]).done();
+    assert_ne!(raw, rill(["run", "-n", "8", "Call me Ishmael"]).done());
+    // The demo model has read Moby-Dick; it has no answer to give here.
+    assert!(raw.starts_with('.') || raw.starts_with(',') || raw.starts_with(' '), "{raw:?}");
+}
+
+#[test]
+fn reasoning_is_shown_between_lines_of_its_own_and_only_when_asked_for() {
+    let text = rill(["run", "--think", QUESTION]).done();
+    let (reasoning, answer) = text.split_once("\n</think>\n").unwrap();
+    let reasoning = reasoning.strip_prefix("<think>\n").unwrap();
+    assert!(reasoning.contains("Italy"), "{text}");
+    assert_eq!(answer, ANSWER);
+
+    let cut_short = rill(["run", "--think", "-n", "3", QUESTION]).done();
+    let shown = cut_short.strip_prefix("<think>\n").unwrap().strip_suffix("\n</think>\n").unwrap();
+    assert!(reasoning.starts_with(shown) && !shown.is_empty(), "{cut_short}");
+}
+
+#[test]
+fn n_limits_the_tokens_and_the_statistics_say_so() {
+    let ended = rill(["run", "-n", "3", QUESTION]);
+    assert!(ended.stderr.contains("generated 3 tokens"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("stopped at --max-tokens"), "{}", ended.stderr);
+    let cut_short = ended.done();
+    let shown = cut_short.strip_suffix('\n').unwrap();
+    assert!(ANSWER.starts_with(shown) && !shown.is_empty(), "{cut_short}");
+
+    let ended = rill(["run", QUESTION]);
+    assert!(!ended.stderr.contains("stopped at"), "{}", ended.stderr);
+    assert_eq!(rill(["run", "-n", "0", QUESTION]).done(), "\n");
+    // No room is set aside for tokens that may never come.
+    let most = usize::MAX.to_string();
+    assert_eq!(rill(["run", "-n", &most, QUESTION]).done(), ANSWER);
+}
+
+#[test]
+fn greedy_is_the_default_and_gives_the_same_text_twice() {
+    let greedy = || rill(["run", "--raw", "-n", "30", "It was a"]).done();
+    let text = greedy();
+    assert_eq!(greedy(), text);
+    assert_eq!(rill(["run", "--raw", "-n", "30", "--seed", "9", "It was a"]).done(), text);
+    assert_eq!(rill(["run", "--raw", "-n", "30", "--temp", "0", "It was a"]).done(), text);
+    // One token to choose from leaves nothing to chance.
+    for only_one in [["--top-k", "1"], ["--top-p", "1e-9"]] {
+        let sampled = ["run", "--raw", "-n", "30", "--temp", "1", "It was a"];
+        assert_eq!(rill(sampled.iter().chain(&only_one)).done(), text, "{only_one:?}");
+    }
+}
+
+#[test]
+fn a_seed_gives_its_own_text_every_time() {
+    let seeded = |seed: &str| {
+        rill(["run", "--raw", "-n", "30", "--temp", "1", "--seed", seed, "It was a"]).done()
+    };
+    let text = seeded("7");
+    assert_eq!(seeded("7"), text);
+    assert_ne!(seeded("8"), text);
+    // The seed is 0 unless it is given, so that a run can be repeated.
+    let unseeded = rill(["run", "--raw", "-n", "30", "--temp", "1", "It was a"]).done();
+    assert_eq!(unseeded, seeded("0"));
+}
+
+#[test]
+fn a_stop_text_is_found_across_tokens_and_not_printed() {
+    let tokens = rill(["tokenize", "capital of It"]).done();
+    assert!(tokens.contains(','), "{tokens} is one token");
+    let stopped = rill(["run", "--stop", "capital of It", QUESTION]);
+    assert!(!stopped.stderr.contains("stopped at"), "{}", stopped.stderr);
+    assert_eq!(stopped.done(), "The \n");
+    // The one that comes first in the text counts, wherever it is on the command line.
+    for stops in [["Rome", "Italy"], ["Italy", "Rome"]] {
+        let text = rill(["run", "--stop", stops[0], "--stop", stops[1], QUESTION]).done();
+        assert_eq!(text, "The capital of \n");
+    }
+    // What was held back in case it was a stop text is printed after all.
+    assert_eq!(rill(["run", "--stop", "Rome.!", QUESTION]).done(), ANSWER);
+    // The reasoning is not the answer.
+    let text = rill(["run", "--think", "--stop", "asks", QUESTION]).done();
+    assert!(text.ends_with(ANSWER), "{text}");
+}
+
+#[test]
+fn statistics_go_to_standard_error_and_quiet_leaves_them_out() {
+    let ended = rill(["run", QUESTION]);
+    for part in ["prompt 41 tokens in", "generated ", "tokens/s", "MB/token", "threads", "kernels"]
+    {
+        assert!(ended.stderr.contains(part), "no {part:?} in {}", ended.stderr);
+    }
+    assert_eq!(ended.stderr.lines().count(), 1);
+    assert_eq!(ended.done(), ANSWER);
+    for quiet in ["-q", "--quiet"] {
+        let ended = rill(["run", quiet, QUESTION]);
+        assert_eq!(ended.stderr, "");
+        assert_eq!(ended.done(), ANSWER);
+    }
+}
+
+#[test]
+fn threads_kernels_and_prefill_chunks_do_not_change_the_text() {
+    let text = rill(["run", "--raw", "-n", "20", "It was a dark and"]).done();
+    for option in [
+        ["--threads", "1"],
+        ["--threads", "5"],
+        ["--prefill-chunk", "1"],
+        ["--prefill-chunk", "3"],
+        ["--kernels", "scalar"],
+    ] {
+        let base = ["run", "--raw", "-n", "20", "It was a dark and"];
+        assert_eq!(rill(base.iter().chain(&option)).done(), text, "{option:?}");
+    }
+}
+
+#[test]
+fn output_is_printed_as_it_is_generated() {
+    use std::io::Read;
+    let mut long = command(["run", "-q", "--raw", "--temp", "1", "-n", "100000", "It was a"]);
+    let mut child = long.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    // Ten bytes arrive long before 100,000 tokens are done.
+    let mut first = [0; 10];
+    child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
+    assert!(child.try_wait().unwrap().is_none());
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
