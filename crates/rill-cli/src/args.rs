@@ -2,13 +2,14 @@
 
 use std::path::PathBuf;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
 
 /// Run language models that are larger than memory.
 #[derive(Debug, Parser)]
 #[command(
+    name = "rill",
     version,
-    propagate_version = true,
     after_help = "Exit codes: 0 done, 1 failure, 2 wrong usage, 130 interrupted (Ctrl-C; what was \
                   generated so far has been printed)."
 )]
@@ -66,7 +67,7 @@ pub(crate) enum Kernels {
 #[derive(Debug, clap::Args)]
 pub(crate) struct TextArgs {
     /// The text; `-`, or nothing when input is piped, reads standard input
-    #[arg(value_name = "TEXT", allow_hyphen_values = false)]
+    #[arg(value_name = "TEXT")]
     pub(crate) text: Option<String>,
 
     /// Read the text from a file
@@ -75,6 +76,7 @@ pub(crate) struct TextArgs {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(allow_negative_numbers = true)]
 pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) prompt: TextArgs,
@@ -90,7 +92,7 @@ pub(crate) struct RunArgs {
     pub(crate) think: bool,
 
     /// Most tokens to generate
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 512)]
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 512, value_parser = whole_number)]
     pub(crate) max_tokens: usize,
 
     /// Randomness; 0 always takes the most likely token
@@ -102,7 +104,7 @@ pub(crate) struct RunArgs {
     pub(crate) top_p: f32,
 
     /// Sample from this many of the most likely tokens; 0 means all
-    #[arg(long, value_name = "K", default_value_t = 0)]
+    #[arg(long, value_name = "K", default_value_t = 0, value_parser = whole_number)]
     pub(crate) top_k: usize,
 
     /// Start of the random numbers: the same seed gives the same text
@@ -110,7 +112,7 @@ pub(crate) struct RunArgs {
     pub(crate) seed: u64,
 
     /// End at this text, which is not printed; may be given several times
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) stop: Vec<String>,
 
     /// Print no statistics
@@ -122,6 +124,7 @@ pub(crate) struct RunArgs {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(allow_negative_numbers = true)]
 #[command(group = ArgGroup::new("input").args(["text", "file", "ids", "perplexity"]))]
 pub(crate) struct EvalArgs {
     #[command(flatten)]
@@ -130,7 +133,7 @@ pub(crate) struct EvalArgs {
     pub(crate) model: ModelArgs,
 
     /// Token ids instead of text, taken as they are: no BOS is put in front
-    #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1)]
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1, value_parser = token_id)]
     pub(crate) ids: Option<Vec<u32>>,
 
     /// Print JSON
@@ -138,7 +141,7 @@ pub(crate) struct EvalArgs {
     pub(crate) json: bool,
 
     /// How many of the most likely tokens to list
-    #[arg(long, value_name = "N", default_value_t = 10)]
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = whole_number, conflicts_with = "perplexity")]
     pub(crate) top: usize,
 
     /// Write `input_ids` and the `logits` of every position to a safetensors file
@@ -150,7 +153,7 @@ pub(crate) struct EvalArgs {
     pub(crate) perplexity: Option<PathBuf>,
 
     /// Tokens of one perplexity window, each started with BOS and fresh state
-    #[arg(long, value_name = "N", default_value_t = 255, requires = "perplexity", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 255, requires = "perplexity", conflicts_with_all = ["text", "file", "ids"], value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) window: u32,
 
     #[command(flatten)]
@@ -198,6 +201,15 @@ pub(crate) struct InfoArgs {
 pub(crate) struct SelftestArgs {
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
+}
+
+fn whole_number(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| "expected a whole number, such as 100".to_owned())
+}
+
+/// A token id, with spaces around it if need be.
+pub(crate) fn token_id(text: &str) -> Result<u32, String> {
+    text.trim().parse().map_err(|_| format!("{text:?} is not a token id"))
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

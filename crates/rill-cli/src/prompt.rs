@@ -46,5 +46,5 @@ pub(crate) fn stdin(by_name: bool, advice: &str) -> Result<Vec<u8>> {
 
 /// Ends the program as a wrong flag would.
 pub(crate) fn usage(message: &str) -> ! {
-    Args::command().error(ErrorKind::MissingRequiredArgument, message).exit()
+    Args::command().error(ErrorKind::ValueValidation, message).exit()
 }

@@ -2,10 +2,10 @@
 
 use std::io::{self, IsTerminal};
 
-use anyhow::{Context, Result};
+use anyhow::{Error, Result};
 use serde_json::json;
 
-use crate::args::{DetokenizeArgs, TokenizeArgs};
+use crate::args::{DetokenizeArgs, TokenizeArgs, token_id};
 use crate::output::{Outcome, print};
 use crate::{model, prompt};
 
@@ -28,17 +28,11 @@ pub(crate) fn tokenize(args: &TokenizeArgs) -> Result<Outcome> {
 }
 
 pub(crate) fn detokenize(args: &DetokenizeArgs) -> Result<Outcome> {
-    let text = match &args.ids[..] {
-        [] => prompt::stdin(false, "give token ids, or pipe them in")?,
-        [dash] if dash == "-" => prompt::stdin(true, "")?,
-        ids => ids.join(",").into_bytes(),
+    let ids = match &args.ids[..] {
+        [] => piped(&prompt::stdin(false, "give token ids, or pipe them in")?)?,
+        [dash] if dash == "-" => piped(&prompt::stdin(true, "")?)?,
+        typed => parse(&typed.join(",")).unwrap_or_else(|message| prompt::usage(&message)),
     };
-    let text = String::from_utf8_lossy(&text);
-    let ids = text
-        .split(|c: char| c == ',' || c.is_whitespace())
-        .filter(|word| !word.is_empty())
-        .map(|word| word.parse().with_context(|| format!("{word:?} is not a token id")))
-        .collect::<Result<Vec<u32>>>()?;
     let (_, tokenizer) = model::tokenizer(&args.model)?;
     let mut bytes = tokenizer.decode(&ids)?;
     // Exact for a pipe; a terminal gets its prompt on a line of its own.
@@ -47,4 +41,14 @@ pub(crate) fn detokenize(args: &DetokenizeArgs) -> Result<Outcome> {
     }
     print(bytes)?;
     Ok(Outcome::Done)
+}
+
+fn piped(text: &[u8]) -> Result<Vec<u32>> {
+    parse(&String::from_utf8_lossy(text)).map_err(Error::msg)
+}
+
+/// Ids between commas, spaces and line ends, none of which need be there.
+fn parse(text: &str) -> Result<Vec<u32>, String> {
+    let words = text.split(|c: char| c == ',' || c.is_whitespace());
+    words.filter(|word| !word.is_empty()).map(token_id).collect()
 }

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use tempfile::TempDir;
@@ -82,6 +82,20 @@ impl Ended {
         assert_eq!(self.text(), "", "{}", self.command);
         self.stderr
     }
+
+    /// The message of a process that must have refused its arguments with exit code 2.
+    #[track_caller]
+    pub(crate) fn misused(self) -> String {
+        assert_eq!(self.code, Some(2), "{}: {}", self.command, self.stderr);
+        assert!(self.stderr.starts_with("error: "), "{}: {}", self.command, self.stderr);
+        assert_eq!(self.text(), "", "{}", self.command);
+        self.stderr
+    }
+}
+
+/// A path inside the repository.
+pub(crate) fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
 /// A file in a folder of its own.

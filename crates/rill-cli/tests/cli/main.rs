@@ -4,3 +4,5 @@
 mod common;
 mod run;
 mod streams;
+mod tokens;
+mod usage;
