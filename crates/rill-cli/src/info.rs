@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use rill::config::{Activation, Architecture, ExpertFormat, ModelConfig};
-use rill::{Checkpoint, Engine, read_config};
+use rill::{Checkpoint, Engine, Folder, read_config};
 use serde_json::json;
 
 use crate::args::InfoArgs;
@@ -10,7 +10,11 @@ use crate::model;
 use crate::output::{Outcome, print};
 
 pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
-    let folder = model::folder(args.path.as_deref());
+    let folder = model::folder(args.path.as_deref())?;
+    let name = match &folder {
+        Folder::Disk(path) => path.display().to_string(),
+        Folder::Memory { name, .. } => (*name).to_owned(),
+    };
     let config = read_config(&folder)?;
     let checkpoint = Checkpoint::open(folder)?;
     let summary = Engine::check(&checkpoint, &config)?;
@@ -66,7 +70,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
         None => "on the hidden state".to_owned(),
     };
     print(format!(
-        "{}\n\
+        "{name}\n\
          architecture   {architecture}, {residuals}, {activation}\n\
          layers         {} ({kda} KDA, {mla} MLA; {dense} dense, {moe} mixture of experts)\n\
          hidden size    {}, vocabulary {}, context {}\n\
@@ -75,7 +79,6 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
          checkpoint     {} in {} tensors and {} shards; the text model uses {} of them\n\
          in memory      {} of weights, {} per session before its first token\n\
          per token      {} of experts read\n",
-        checkpoint.folder().describe(""),
         config.layers.len(),
         config.hidden_size,
         config.vocab_size,

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use rill::config::ModelConfig;
 use rill::{Engine, EngineOptions, Folder, KernelChoice, Tokenizer};
 
@@ -10,13 +10,17 @@ use crate::args::{EngineArgs, Kernels, ModelArgs};
 use crate::bundle;
 
 /// The folder that was named, or the demo model.
-pub(crate) fn folder(path: Option<&Path>) -> Folder {
-    path.map_or_else(bundle::demo, |path| Folder::Disk(path.to_owned()))
+pub(crate) fn folder(path: Option<&Path>) -> Result<Folder> {
+    let Some(path) = path else { return Ok(bundle::demo()) };
+    if path.exists() && !path.is_dir() {
+        bail!("{} is not a folder; name the folder that holds the checkpoint", path.display());
+    }
+    Ok(Folder::Disk(path.to_owned()))
 }
 
 /// Configuration and tokenizer, without the weights.
 pub(crate) fn tokenizer(args: &ModelArgs) -> Result<(ModelConfig, Tokenizer)> {
-    let folder = folder(args.model.as_deref());
+    let folder = folder(args.model.as_deref())?;
     let config = rill::read_config(&folder)?;
     let tokenizer = rill::open_tokenizer(&folder, &config)?;
     Ok((config, tokenizer))
@@ -24,7 +28,7 @@ pub(crate) fn tokenizer(args: &ModelArgs) -> Result<(ModelConfig, Tokenizer)> {
 
 /// The whole model.
 pub(crate) fn engine(model: &ModelArgs, engine: &EngineArgs) -> Result<Engine> {
-    Ok(Engine::open(folder(model.model.as_deref()), &options(engine))?)
+    Ok(Engine::open(folder(model.model.as_deref())?, &options(engine))?)
 }
 
 pub(crate) fn options(args: &EngineArgs) -> EngineOptions {

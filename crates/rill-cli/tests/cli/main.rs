@@ -2,6 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
+mod info;
 mod run;
 mod streams;
 mod tokens;
