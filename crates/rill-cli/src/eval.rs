@@ -1,13 +1,13 @@
 //! `rill eval`: what the model expects next.
 
-use std::fs;
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
-use rill::{Engine, Error, Logits, Tokenizer, likelier_first};
+use rill::{Engine, Error, LayerIdx, Logits, Observer, Tokenizer, likelier_first};
 use serde_json::json;
 
 use crate::args::EvalArgs;
@@ -37,53 +37,64 @@ pub(crate) fn run(args: &EvalArgs) -> Result<Outcome> {
         }
         (ids, ..) => ids.clone().unwrap_or_default(),
     };
-    let interrupted = interrupt_flag()?;
     let last = match &args.dump_logits {
-        None => forward(&engine, &ids, &interrupted, &mut |_| Ok(()))?,
-        Some(path) => {
-            let mut last = None;
-            write_file(path, |out| {
-                write_header(out, ids.len(), engine.config().vocab_size)?;
-                for id in &ids {
-                    out.write_all(&id.to_le_bytes())?;
-                }
-                last = forward(&engine, &ids, &interrupted, &mut |logits| {
-                    let bytes: Vec<u8> = logits.iter().flat_map(|l| l.to_le_bytes()).collect();
-                    Ok(out.write_all(&bytes)?)
-                })?;
-                Ok(if last.is_some() { Outcome::Done } else { Outcome::Interrupted })
-            })?;
-            last
-        }
+        None => engine.forward(&mut engine.new_session(), &ids, Logits::Last)?,
+        Some(path) => match dump(&engine, &ids, path)? {
+            Some(last) => last,
+            None => return Ok(Outcome::Interrupted),
+        },
     };
-    let Some(last) = last else { return Ok(Outcome::Interrupted) };
     show(args, &ids, &last, tokenizer.as_ref())?;
     Ok(Outcome::Done)
 }
 
-/// Runs all positions, hands their logits to `sink` a few at a time and returns the last
-/// position's; `None` when interrupted.
-fn forward(
-    engine: &Engine,
-    ids: &[u32],
-    interrupted: &AtomicBool,
-    sink: &mut dyn FnMut(&[f32]) -> Result<()>,
-) -> Result<Option<Vec<f32>>> {
-    let vocab = engine.config().vocab_size;
-    let mut session = engine.new_session();
+/// Writes the logits of all positions to a file, a few at a time, and returns the last
+/// position's; `None` when interrupted, with no file written.
+fn dump(engine: &Engine, ids: &[u32], path: &Path) -> Result<Option<Vec<f32>>> {
+    let (vocab, max_positions) =
+        (engine.config().vocab_size, engine.config().max_position_embeddings);
+    // The engine will see only parts of the text: what is wrong with the whole is noticed here.
+    if let Some(position) = ids.iter().position(|&id| id as usize >= vocab) {
+        let token = ids[position];
+        return Err(Error::TokenOutOfRange { token, position, vocab_size: vocab }.into());
+    }
+    if ids.len() > max_positions {
+        return Err(Error::ContextFull { positions: ids.len(), max_positions }.into());
+    }
+    let mut interruption = Interruption(interrupt_flag()?);
     let mut last = Vec::new();
-    for chunk in ids.chunks(POSITIONS) {
-        let logits = engine.forward(&mut session, chunk, Logits::All)?;
-        sink(&logits)?;
-        last = logits[logits.len() - vocab..].to_vec();
-        if interrupted.load(Ordering::Relaxed) {
-            return Ok(None);
+    let outcome = write_file(path, |out| {
+        write_header(out, ids.len(), vocab)?;
+        for id in ids {
+            out.write_all(&id.to_le_bytes())?;
+        }
+        let mut session = engine.new_session();
+        for chunk in ids.chunks(POSITIONS) {
+            let forward =
+                engine.forward_observed(&mut session, chunk, Logits::All, &mut interruption);
+            let logits = match forward {
+                Err(Error::Cancelled) => return Ok(Outcome::Interrupted),
+                logits => logits?,
+            };
+            let bytes: Vec<u8> = logits.iter().flat_map(|l| l.to_le_bytes()).collect();
+            out.write_all(&bytes)?;
+            last = logits[logits.len() - vocab..].to_vec();
+        }
+        Ok(Outcome::Done)
+    })?;
+    Ok((outcome == Outcome::Done).then_some(last))
+}
+
+/// Ends a step within one layer's time when the flag is set.
+struct Interruption(Arc<AtomicBool>);
+
+impl Observer for Interruption {
+    fn after_layer(&mut self, _layer: LayerIdx, _hidden: &mut [f32]) -> ControlFlow<()> {
+        match self.0.load(Ordering::Relaxed) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
         }
     }
-    if last.is_empty() {
-        return Err(Error::EmptyPrompt.into());
-    }
-    Ok(Some(last))
 }
 
 /// The header of a safetensors file with `input_ids` (n) and `logits` (n, vocab), data in that
@@ -133,24 +144,21 @@ fn show(args: &EvalArgs, ids: &[u32], logits: &[f32], tokenizer: Option<&Tokeniz
 }
 
 fn perplexity(args: &EvalArgs, path: &Path) -> Result<Outcome> {
-    let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = prompt::file(path)?;
     let engine = model::engine(&args.model, &args.engine)?;
     let ids = engine.open_tokenizer()?.encode_text_bytes(&text);
-    let interrupted = interrupt_flag()?;
-    let show_progress = std::io::stderr().is_terminal();
+    let show_progress = io::stderr().is_terminal();
     let result = engine.perplexity(&ids, args.window as usize, &mut |done, all| {
         if show_progress {
-            eprint!("\rwindow {done} of {all}{}", if done == all { "\n" } else { "" });
+            let end = if done == all { "\n" } else { "" };
+            let _ = write!(io::stderr(), "\rwindow {done} of {all}{end}");
         }
-        match interrupted.load(Ordering::Relaxed) {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
+        ControlFlow::Continue(())
     });
-    let result = match result {
-        Err(Error::Cancelled) => return Ok(Outcome::Interrupted),
-        result => result?,
-    };
+    if let Err(error @ Error::TextTooShort { .. }) = result {
+        return Err(error).with_context(|| path.display().to_string());
+    }
+    let result = result?;
     let (perplexity, tokens, windows) = (result.perplexity, result.tokens, result.windows);
     if args.json {
         let result = json!({ "perplexity": perplexity, "tokens": tokens, "windows": windows });

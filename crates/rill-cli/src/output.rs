@@ -1,11 +1,12 @@
 //! Standard output, interruption and files that appear whole or not at all.
 
+use std::fs;
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 
 /// How a command that did not fail ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,18 +52,37 @@ pub(crate) fn write_file(
     write: impl FnOnce(&mut dyn Write) -> Result<Outcome>,
 ) -> Result<Outcome> {
     let what = || format!("cannot write {}", path.display());
+    // The file behind a link is replaced, not the link.
+    let path = &fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    if path.exists() && !path.is_file() {
+        // Moving a file over a device would put an end to the device.
+        return Err(anyhow!("it exists and is not a regular file")).with_context(what);
+    }
     let folder = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    let mut file = tempfile::NamedTempFile::new_in(folder).with_context(what)?;
+    let mut file = builder().tempfile_in(folder).with_context(what)?;
     let mut out = io::BufWriter::new(&mut file);
-    let outcome = write(&mut out).with_context(what)?;
-    out.flush().with_context(what)?;
+    let outcome = write(&mut out).and_then(|outcome| {
+        out.flush()?;
+        Ok(outcome)
+    });
     drop(out);
+    // What went wrong elsewhere is not the file's fault.
+    let outcome = outcome.map_err(|e| if e.is::<io::Error>() { e.context(what()) } else { e })?;
     if outcome == Outcome::Done {
         file.as_file().sync_all().with_context(what)?;
-        file.persist(path).with_context(what)?;
+        file.persist(path).map_err(|e| e.error).with_context(what)?;
     }
     Ok(outcome)
+}
+
+/// Makes files with the permissions of any new file, not those of a secret.
+fn builder() -> tempfile::Builder<'static, 'static> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".rill-");
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    builder
 }

@@ -2,8 +2,10 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
+mod eval;
 mod info;
 mod run;
+mod signals;
 mod streams;
 mod tokens;
 mod usage;
