@@ -1,5 +1,5 @@
-//! Reads Hugging Face checkpoints (sharded safetensors with an index, or one file without) and
-//! `.rill` containers.
+//! Reads Hugging Face checkpoints (sharded safetensors with an index, or one file without),
+//! `.rill` containers, and `.waste` containers of version 0.
 //!
 //! [`Checkpoint::open`] reads headers only and checks every byte of them; afterwards a tensor's
 //! place in its file is known to be true, and reading it can fail only because the disk or the
@@ -14,9 +14,14 @@ mod header;
 mod index;
 mod read_at;
 mod tensor;
+mod waste;
 
 pub use checkpoint::Checkpoint;
 pub use error::FormatError;
 pub use folder::Folder;
 pub use header::{HeaderEntry, parse_header};
 pub use tensor::{Dtype, MAX_RANK, Shape, TensorId, TensorInfo};
+pub use waste::{
+    ExpertDims, Waste, WasteData, WasteExpert, WasteExperts, WasteFormat, WasteLayer,
+    WasteManifest, WasteMatrix, WasteTensor, parse_waste_manifest,
+};
