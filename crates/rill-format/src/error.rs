@@ -483,9 +483,7 @@ pub enum FormatError {
     },
 
     /// A codebook that cannot be used.
-    #[error(
-        "{file}: {field} at byte {byte} is {found}, expected {expected}; copy the file again"
-    )]
+    #[error("{file}: {field} at byte {byte} is {found}, expected {expected}; copy the file again")]
     BadCodebook {
         /// The file of codebooks.
         file: String,
