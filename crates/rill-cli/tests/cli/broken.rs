@@ -7,7 +7,7 @@ use std::path::Path;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-use crate::common::{args, copy_of, file, repository, rill, rill_fed};
+use crate::common::{args, copy_of, file, overwrite, repository, rill, rill_fed};
 
 /// Every command that opens a model fails with a message that has all the parts.
 #[track_caller]
@@ -166,20 +166,6 @@ fn a_damaged_expert_ends_the_text_where_it_is_first_needed() {
         }
     }
     assert!(kept > 0, "no expert was needed only after the first token");
-}
-
-/// Sets the first byte of a tensor.
-fn overwrite(folder: &Path, tensor: &str, byte: u8) {
-    let index: Value =
-        serde_json::from_slice(&fs::read(folder.join("model.safetensors.index.json")).unwrap())
-            .unwrap();
-    let path = folder.join(index["weight_map"][tensor].as_str().unwrap());
-    let mut bytes = fs::read(&path).unwrap();
-    let shard = SafeTensors::deserialize(&bytes).unwrap();
-    let data = shard.tensor(tensor).unwrap().data();
-    let start = data.as_ptr() as usize - bytes.as_ptr() as usize;
-    bytes[start] = byte;
-    fs::write(path, bytes).unwrap();
 }
 
 #[test]

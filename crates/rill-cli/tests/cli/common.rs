@@ -6,6 +6,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use safetensors::SafeTensors;
+use serde_json::Value;
 use tempfile::TempDir;
 
 pub(crate) const QUESTION: &str = "What is the capital of Italy?";
@@ -106,6 +108,20 @@ pub(crate) fn copy_of(path: &str) -> TempDir {
         fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
     }
     folder
+}
+
+/// Sets the first byte of a tensor.
+pub(crate) fn overwrite(folder: &Path, tensor: &str, byte: u8) {
+    let index: Value =
+        serde_json::from_slice(&fs::read(folder.join("model.safetensors.index.json")).unwrap())
+            .unwrap();
+    let path = folder.join(index["weight_map"][tensor].as_str().unwrap());
+    let mut bytes = fs::read(&path).unwrap();
+    let shard = SafeTensors::deserialize(&bytes).unwrap();
+    let data = shard.tensor(tensor).unwrap().data();
+    let start = data.as_ptr() as usize - bytes.as_ptr() as usize;
+    bytes[start] = byte;
+    fs::write(path, bytes).unwrap();
 }
 
 /// A file in a folder of its own.

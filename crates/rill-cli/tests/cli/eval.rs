@@ -6,7 +6,7 @@ use std::path::Path;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-use crate::common::{args, copy_of, file, repository, rill, rill_fed};
+use crate::common::{args, copy_of, file, overwrite, repository, rill, rill_fed};
 
 /// A tensor of four-byte elements: shape and elements.
 fn tensor<T>(
@@ -237,11 +237,22 @@ fn a_failed_dump_leaves_the_old_file_and_nothing_else() {
     let message = rill(args!["eval", "--ids", list, "--dump-logits", &path]).failed();
     assert_eq!(message, "rill: token 4096 at position 65 is not below the vocabulary size 4096\n");
 
-    // More than its context; the demo's is too long for a quick test.
-    let list = "1,".repeat(4096) + "1";
+    // More than its context; the demo's is too long for a quick test. Nothing is computed, or the
+    // first position that does not fit would be named instead of the last.
+    let list = "1,".repeat(4999) + "1";
     let model = repository("fixtures/k3-tiny");
     let message = rill(args!["eval", "-m", model, "--ids", list, "--dump-logits", &path]).failed();
-    assert!(message.contains("4097 tokens do not fit the model's context of 4096"), "{message}");
+    assert!(message.contains("5000 tokens do not fit the model's context of 4096"), "{message}");
+
+    // What happens while it is being written is not the file's fault.
+    let damaged = copy_of("fixtures/k3-tiny");
+    for expert in 0..12 {
+        let at = "language_model.model.layers.4.block_sparse_moe.experts";
+        overwrite(damaged.path(), &format!("{at}.{expert}.w1.weight_scale"), 255);
+    }
+    let args = args!["eval", "-m", damaged.path(), "--ids", "1,2", "--dump-logits", &path];
+    let message = rill(args).failed();
+    assert!(message.starts_with("rill: expert "), "{message}");
 
     assert_eq!(fs::read(&path).unwrap(), b"old");
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
