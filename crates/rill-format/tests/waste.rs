@@ -1062,7 +1062,7 @@ impl Maker {
             let cols: u64 = shape[1..].iter().product();
             let span = [127, 7, 3][[2, 3, 7].iter().position(|&f| f == fmt).unwrap()];
             let codes: Vec<i8> = (0..shape[0] * cols)
-                .map(|i| ((i * 31 + i / 7) % (2 * span + 1)) as i8 - span as i8)
+                .map(|i| (((i * 31 + i / 7) % (2 * span + 1)) as i64 - span as i64) as i8)
                 .collect();
             let n_scales = shape[0] * cols.div_ceil(group);
             // The first is the smallest subnormal.
