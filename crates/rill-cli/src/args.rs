@@ -28,15 +28,20 @@ pub(crate) enum Command {
     Tokenize(TokenizeArgs),
     /// Turn token ids into text
     Detokenize(DetokenizeArgs),
-    /// Describe a checkpoint from its headers
+    /// Describe a checkpoint or container from its headers
     Info(InfoArgs),
     /// Prove this installation against the built-in reference values
     Selftest(SelftestArgs),
+    /// Turn a published checkpoint into a .rill container
+    Convert(ConvertArgs),
+    /// Check every byte of a .rill container
+    Verify(VerifyArgs),
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
-    /// Folder of a Kimi checkpoint as published; without it, the built-in demo model
+    /// Folder of a Kimi checkpoint as published, or of a .rill or .waste container; without it,
+    /// the built-in demo model
     #[arg(short, long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 }
@@ -188,7 +193,8 @@ pub(crate) struct DetokenizeArgs {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct InfoArgs {
-    /// Folder of a Kimi checkpoint as published; without it, the built-in demo model
+    /// Folder of a Kimi checkpoint as published, or of a .rill or .waste container; without it,
+    /// the built-in demo model
     #[arg(value_name = "PATH")]
     pub(crate) path: Option<PathBuf>,
 
@@ -210,6 +216,58 @@ fn whole_number(text: &str) -> Result<usize, String> {
 /// A token id, with spaces around it if need be.
 pub(crate) fn token_id(text: &str) -> Result<u32, String> {
     text.trim().parse().map_err(|_| format!("{text:?} is not a token id"))
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ConvertArgs {
+    /// Folder of a Kimi checkpoint as published
+    #[arg(value_name = "SRC")]
+    pub(crate) source: PathBuf,
+
+    /// Folder to write; after an interruption the same command goes on where it stopped
+    #[arg(value_name = "DST")]
+    pub(crate) destination: Option<PathBuf>,
+
+    /// Format of routed experts; `source` keeps them bit for bit
+    #[arg(long, value_enum, default_value_t = Experts::Source)]
+    pub(crate) experts: Experts,
+
+    /// Format of the other matrices; with q4, embedding and head get eight bits
+    #[arg(long, value_enum, default_value_t = Trunk::Source)]
+    pub(crate) trunk: Trunk,
+
+    /// Threads that work; 0 means one per core. The result is the same
+    #[arg(short, long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) jobs: u16,
+
+    /// Only say how large it gets, from headers alone
+    #[arg(long)]
+    pub(crate) estimate: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Experts {
+    Source,
+    Q8,
+    Q4,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Trunk {
+    Source,
+    Q8,
+    Q4,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct VerifyArgs {
+    /// Folder of a .rill container
+    #[arg(value_name = "PATH")]
+    pub(crate) path: PathBuf,
+
+    /// Threads that work; 0 means one per core
+    #[arg(short, long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) jobs: u16,
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

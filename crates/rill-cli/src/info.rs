@@ -1,13 +1,15 @@
 //! `rill info`: a checkpoint described from its headers.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
-use rill::config::{Activation, Architecture, ExpertFormat, ModelConfig};
-use rill::{Checkpoint, Engine, Folder, read_config};
+use rill::config::{Activation, Architecture};
+use rill::{Folder, FormatShare};
 use serde_json::json;
 
 use crate::args::InfoArgs;
 use crate::model;
-use crate::output::{Outcome, print};
+use crate::output::{Outcome, bytes, print, scaled};
 
 pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
     let folder = model::folder(args.path.as_deref())?;
@@ -15,22 +17,27 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
         Folder::Disk(path) => path.display().to_string(),
         Folder::Memory { name, .. } => (*name).to_owned(),
     };
-    let config = read_config(&folder)?;
-    let checkpoint = Checkpoint::open(folder)?;
-    let summary = Engine::check(&checkpoint, &config)?;
-    let parameters = Parameters::count(&checkpoint, &config);
+    let about = rill::describe(folder)?;
+    let (config, summary) = (&about.config, &about.summary);
 
     let [kda, mla, dense, moe] = config.layer_counts();
     let architecture = match config.architecture {
         Architecture::KimiK3 => "Kimi K3",
         Architecture::KimiLinear => "Kimi-Linear",
     };
-    let expert_format = match config.moe.expert_format {
-        ExpertFormat::Bf16 => "bf16",
-        ExpertFormat::Mxfp4 => "mxfp4",
-    };
+    let [trunk_formats, expert_formats] = &about.formats;
+    let expert_format = expert_formats.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+    let is_checkpoint = about.source_kind == "published checkpoint";
     if args.json {
+        let formats = |part: &BTreeMap<String, FormatShare>| {
+            let share = |(name, share): (&String, &FormatShare)| {
+                (name.clone(), json!({ "weights": share.weights, "bytes": share.bytes }))
+            };
+            part.iter().map(share).collect::<serde_json::Map<_, _>>()
+        };
         let info = json!({
+            "source": about.source_kind,
+            "fingerprint": about.fingerprint,
             "architecture": architecture,
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
@@ -44,15 +51,18 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
             "n_shared_experts": config.moe.n_shared_experts,
             "expert_format": expert_format,
             "max_position_embeddings": config.max_position_embeddings,
-            "parameters": parameters.total,
-            "active_parameters": parameters.active,
-            "shards": checkpoint.shards().count(),
-            "tensors": checkpoint.len(),
+            "parameters": about.parameters,
+            "active_parameters": about.active_parameters,
+            "shards": about.files,
+            "tensors": about.tensors,
             "bound_tensors": summary.bound_tensors,
-            "payload_bytes": checkpoint.payload_bytes(),
+            "payload_bytes": about.payload_bytes,
+            "file_bytes": about.file_bytes,
+            "trunk_formats": formats(trunk_formats),
+            "expert_formats": formats(expert_formats),
             "trunk_bytes": summary.trunk_bytes,
             "session_bytes": summary.session_bytes,
-            "expert_bytes_per_token": parameters.expert_bytes_per_token,
+            "expert_bytes_per_token": about.expert_bytes_per_token,
         });
         print(format!("{info:#}\n"))?;
         return Ok(Outcome::Done);
@@ -69,6 +79,23 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
         Some(latent) => format!("on a latent of {}", latent.size),
         None => "on the hidden state".to_owned(),
     };
+    let stored = match &about.fingerprint {
+        _ if is_checkpoint => format!(
+            "checkpoint     {} in {} tensors and {} shards; the text model uses {} of them",
+            bytes(about.payload_bytes),
+            about.tensors,
+            about.files,
+            summary.bound_tensors
+        ),
+        fingerprint => format!(
+            "container      {}, {} in {} files, of it {} of weights{}",
+            about.source_kind,
+            bytes(about.file_bytes),
+            about.files,
+            bytes(about.payload_bytes),
+            fingerprint.as_ref().map_or_else(String::new, |f| format!("; fingerprint {f}")),
+        ),
+    };
     print(format!(
         "{name}\n\
          architecture   {architecture}, {residuals}, {activation}\n\
@@ -76,7 +103,8 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
          hidden size    {}, vocabulary {}, context {}\n\
          experts        {} per layer, {} used and {} shared, {experts}, stored as {expert_format}\n\
          parameters     {} in all, {} used per token\n\
-         checkpoint     {} in {} tensors and {} shards; the text model uses {} of them\n\
+         {stored}\n\
+         formats        trunk {}; experts {}\n\
          in memory      {} of weights, {} per session before its first token\n\
          per token      {} of experts read\n",
         config.layers.len(),
@@ -86,75 +114,25 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
         config.moe.n_experts,
         config.moe.top_k,
         config.moe.n_shared_experts,
-        count(parameters.total),
-        count(parameters.active),
-        bytes(checkpoint.payload_bytes()),
-        checkpoint.len(),
-        checkpoint.shards().count(),
-        summary.bound_tensors,
+        count(about.parameters),
+        count(about.active_parameters),
+        shares(trunk_formats),
+        shares(expert_formats),
         bytes(summary.trunk_bytes),
         bytes(summary.session_bytes),
-        bytes(parameters.expert_bytes_per_token),
+        bytes(about.expert_bytes_per_token),
     ))?;
     Ok(Outcome::Done)
 }
 
-struct Parameters {
-    total: u64,
-    /// Used for one token: all but the embedding's other rows and the experts not chosen.
-    active: u64,
-    expert_bytes_per_token: u64,
-}
-
-impl Parameters {
-    fn count(checkpoint: &Checkpoint, config: &ModelConfig) -> Self {
-        let (mut total, mut experts, mut expert_bytes, mut elsewhere) = (0u64, 0u64, 0u64, 0u64);
-        for tensor in checkpoint.iter() {
-            let elements = tensor.bytes / tensor.dtype.size();
-            let parameters = if tensor.name.ends_with(".weight_packed") {
-                2 * elements
-            } else if tensor.name.ends_with(".weight_scale") {
-                0
-            } else {
-                elements
-            };
-            total += parameters;
-            if tensor.name.contains(".block_sparse_moe.experts.") {
-                experts += parameters;
-                expert_bytes += tensor.bytes;
-            } else if tensor.name.starts_with("vision_tower.")
-                || tensor.name.starts_with("mm_projector.")
-                || tensor.name.ends_with("model.embed_tokens.weight")
-            {
-                elsewhere += parameters;
-            }
-        }
-        let chosen = |x: u64| {
-            (u128::from(x) * config.moe.top_k as u128 / config.moe.n_experts as u128) as u64
-        };
-        Self {
-            total,
-            active: total - experts - elsewhere + chosen(experts),
-            expert_bytes_per_token: chosen(expert_bytes),
-        }
-    }
+/// Each format with its share and its bits per weight.
+fn shares(part: &BTreeMap<String, FormatShare>) -> String {
+    let share = |(name, share): (&String, &FormatShare)| {
+        format!("{name} {} at {:.2} bits", bytes(share.bytes), share.bits_per_weight())
+    };
+    part.iter().map(share).collect::<Vec<_>>().join(", ")
 }
 
 fn count(n: u64) -> String {
     scaled(n, &["", " thousand", " million", " billion", " trillion"])
-}
-
-fn bytes(n: u64) -> String {
-    scaled(n, &[" bytes", " kB", " MB", " GB", " TB"])
-}
-
-/// Powers of 1,000, three digits or more.
-fn scaled(n: u64, units: &[&str]) -> String {
-    let mut value = n as f64;
-    let mut unit = 0;
-    while value >= 1000.0 && unit + 1 < units.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{n}{}", units[0]) } else { format!("{value:.2}{}", units[unit]) }
 }

@@ -2,6 +2,7 @@
 
 mod args;
 mod bundle;
+mod convert;
 mod eval;
 mod info;
 mod model;
@@ -26,6 +27,8 @@ fn main() -> ExitCode {
         Command::Detokenize(args) => tokens::detokenize(&args),
         Command::Info(args) => info::run(&args),
         Command::Selftest(args) => selftest::run(&args),
+        Command::Convert(args) => convert::convert(&args),
+        Command::Verify(args) => convert::verify(&args),
     };
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,

@@ -86,3 +86,19 @@ fn builder() -> tempfile::Builder<'static, 'static> {
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     builder
 }
+
+/// A number of bytes for people, in powers of 1,000.
+pub(crate) fn bytes(n: u64) -> String {
+    scaled(n, &[" bytes", " kB", " MB", " GB", " TB"])
+}
+
+/// Powers of 1,000, three digits or more.
+pub(crate) fn scaled(n: u64, units: &[&str]) -> String {
+    let mut value = n as f64;
+    let mut unit = 0;
+    while value >= 1000.0 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{n}{}", units[0]) } else { format!("{value:.2}{}", units[unit]) }
+}

@@ -1,17 +1,20 @@
 //! A loaded model and its forward pass.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use rill_format::{Checkpoint, Folder};
+use rill_format::{Checkpoint, Folder, FormatError};
 use rill_kernels::{Kernels, Pool};
 use rill_text::Tokenizer;
+use serde_json::value::RawValue;
 
 use crate::compute::Compute;
 use crate::config::{AttentionKind, FfnKind, ModelConfig};
 use crate::error::Error;
-use crate::experts::{CheckpointExperts, ExpertReads, ExpertSource, LayerIdx};
+use crate::experts::{ExpertReads, ExpertSource, LayerIdx};
 use crate::session::{LayerState, Session};
+use crate::source::{self, WeightSource};
 use crate::weights::{self, Attention, Ffn, Layer, Weights};
 use crate::{kda, mla, moe, platform, residual};
 
@@ -88,7 +91,7 @@ pub struct ModelSummary {
 /// A loaded model: immutable, shared between sessions and threads.
 pub struct Engine {
     config: Arc<ModelConfig>,
-    checkpoint: Arc<Checkpoint>,
+    source: Arc<dyn WeightSource>,
     weights: Weights,
     experts: Box<dyn ExpertSource>,
     compute: Compute,
@@ -98,12 +101,12 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Opens the checkpoint in a folder: reads and checks every header, then loads the weights
-    /// that every token needs. Routed experts stay on disk.
+    /// Opens the model in a folder, a published checkpoint or a container: reads and checks every
+    /// header, then loads the weights that every token needs. Routed experts stay on disk.
     pub fn open(folder: Folder, options: &EngineOptions) -> Result<Self, Error> {
-        let config = read_config(&folder)?;
-        let checkpoint = Checkpoint::open(folder)?;
-        let bound = weights::check(&checkpoint, &config)?;
+        let source = source::open(folder)?;
+        let config = config_of(&*source)?;
+        let bound = weights::check(&*source, &config)?;
         let summary = ModelSummary {
             bound_tensors: bound.tensors,
             trunk_bytes: bound.trunk_bytes,
@@ -115,18 +118,16 @@ impl Engine {
         {
             return Err(Error::DoesNotFit { needed_bytes, available_bytes });
         }
-        let stop_tokens = stop_tokens(checkpoint.folder(), &config)?;
-        let checkpoint = Arc::new(checkpoint);
-        let experts = CheckpointExperts::new(checkpoint.clone(), &config, bound.experts);
+        let stop_tokens = stop_tokens(&*source, &config)?;
         let threads = match options.threads {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,
         };
         Ok(Self {
-            weights: weights::load(&checkpoint, &config)?,
+            weights: weights::load(&*source, &config)?,
+            experts: source.clone().experts(&config),
             config: Arc::new(config),
-            checkpoint,
-            experts: Box::new(experts),
+            source,
             compute: Compute {
                 kernels: match options.kernels {
                     KernelChoice::Fastest => Kernels::detect(),
@@ -164,9 +165,9 @@ impl Engine {
         &self.config
     }
 
-    /// The checkpoint the model was opened from.
-    pub fn checkpoint(&self) -> &Checkpoint {
-        &self.checkpoint
+    /// What kind of folder the model was opened from.
+    pub fn source_kind(&self) -> &'static str {
+        self.source.kind()
     }
 
     /// Counts and sizes.
@@ -196,7 +197,7 @@ impl Engine {
 
     /// Opens the tokenizer that lies beside the weights.
     pub fn open_tokenizer(&self) -> Result<Tokenizer, Error> {
-        open_tokenizer(self.checkpoint.folder(), &self.config)
+        tokenizer_of(&*self.source, &self.config)
     }
 
     /// A session at position 0.
@@ -397,16 +398,11 @@ impl Engine {
         }
     }
 
-    /// Rows of the embedding, (tokens, hidden), read from the checkpoint.
+    /// Rows of the embedding, (tokens, hidden), read from disk.
     fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
-        let embedding = self.weights.embed_tokens;
-        let tensor = embedding.tensor.expect("the binder found it");
-        let mut row = vec![0; self.config.hidden_size * embedding.dtype.size() as usize];
         let mut x = Vec::with_capacity(tokens.len() * self.config.hidden_size);
         for &token in tokens {
-            let start = u64::from(token) * row.len() as u64;
-            self.checkpoint.read_range_into(tensor, start, &mut row)?;
-            x.extend(weights::to_f32(embedding.dtype, &row));
+            x.extend(self.source.read_row(&self.weights.embed_tokens, u64::from(token))?);
         }
         Ok(x)
     }
@@ -420,18 +416,51 @@ impl Engine {
     }
 }
 
-/// Reads and checks `config.json`.
+/// Reads and checks the configuration of the model in a folder.
 pub fn read_config(folder: &Folder) -> Result<ModelConfig, Error> {
-    let bytes = folder.read("config.json", MAX_JSON_BYTES)?;
-    ModelConfig::from_json(&bytes)
-        .map_err(|source| Error::Config { file: folder.describe("config.json"), source })
+    match source::container(folder)? {
+        Some(source) => config_of(&*source),
+        None => {
+            let bytes = folder.read(CONFIG, MAX_JSON_BYTES)?;
+            parse_config(&bytes, folder.describe(CONFIG))
+        }
+    }
 }
 
-/// Opens the tokenizer in a checkpoint's folder.
+/// Opens the tokenizer of the model in a folder.
 pub fn open_tokenizer(folder: &Folder, config: &ModelConfig) -> Result<Tokenizer, Error> {
-    let model = folder.read("tiktoken.model", MAX_TOKENIZER_BYTES)?;
-    let names = folder.read("tokenizer_config.json", MAX_JSON_BYTES)?;
+    match source::container(folder)? {
+        Some(source) => tokenizer_of(&*source, config),
+        None => {
+            let model = folder.read(TOKENIZER, MAX_TOKENIZER_BYTES)?;
+            let names = folder.read(TOKEN_NAMES, MAX_JSON_BYTES)?;
+            Ok(Tokenizer::from_bytes(&model, &names, config.vocab_size as u32)?)
+        }
+    }
+}
+
+const CONFIG: &str = "config.json";
+const TOKENIZER: &str = "tiktoken.model";
+const TOKEN_NAMES: &str = "tokenizer_config.json";
+
+pub(crate) fn config_of(source: &dyn WeightSource) -> Result<ModelConfig, Error> {
+    let bytes = required_file(source, CONFIG, MAX_JSON_BYTES)?;
+    parse_config(&bytes, format!("{CONFIG} in {}", source.folder()))
+}
+
+fn parse_config(bytes: &[u8], file: String) -> Result<ModelConfig, Error> {
+    ModelConfig::from_json(bytes).map_err(|source| Error::Config { file, source })
+}
+
+fn tokenizer_of(source: &dyn WeightSource, config: &ModelConfig) -> Result<Tokenizer, Error> {
+    let model = required_file(source, TOKENIZER, MAX_TOKENIZER_BYTES)?;
+    let names = required_file(source, TOKEN_NAMES, MAX_JSON_BYTES)?;
     Ok(Tokenizer::from_bytes(&model, &names, config.vocab_size as u32)?)
+}
+
+fn required_file(source: &dyn WeightSource, name: &str, max: u64) -> Result<Vec<u8>, Error> {
+    let missing = || FormatError::MissingFile { file: format!("{}{name}", source.folder()) };
+    Ok(source.small_file(name, max)?.ok_or_else(missing)?)
 }
 
 impl ModelConfig {
@@ -450,28 +479,32 @@ impl ModelConfig {
 }
 
 /// The configuration's end token and those `generation_config.json` adds, if there is one.
-fn stop_tokens(folder: &Folder, config: &ModelConfig) -> Result<Vec<u32>, Error> {
+fn stop_tokens(source: &dyn WeightSource, config: &ModelConfig) -> Result<Vec<u32>, Error> {
     #[derive(serde::Deserialize)]
     #[serde(untagged)]
     enum OneOrMany {
         One(u32),
         Many(Vec<u32>),
     }
-    #[derive(serde::Deserialize)]
-    struct GenerationConfig {
-        eos_token_id: Option<OneOrMany>,
-    }
     const FILE: &str = "generation_config.json";
     let mut stop = vec![config.eos_token_id];
-    if folder.exists(FILE) {
-        let bytes = folder.read(FILE, MAX_JSON_BYTES)?;
-        let parsed: GenerationConfig = serde_json::from_slice(&bytes).map_err(|e| {
-            Error::GenerationConfig { file: folder.describe(FILE), reason: e.to_string() }
-        })?;
-        match parsed.eos_token_id {
-            None => {}
-            Some(OneOrMany::One(id)) => stop.push(id),
-            Some(OneOrMany::Many(ids)) => stop.extend(ids),
+    if let Some(bytes) = source.small_file(FILE, MAX_JSON_BYTES)? {
+        let file = format!("{}{FILE}", source.folder());
+        let refused = |reason| Error::GenerationConfig { file, reason };
+        // A map, because a struct would take a list for its fields in order.
+        let mut keys: BTreeMap<String, Box<RawValue>> = match serde_json::from_slice(&bytes) {
+            Ok(keys) => keys,
+            Err(error) => return Err(refused(error.to_string())),
+        };
+        let Some(value) = keys.remove("eos_token_id") else { return Ok(stop) };
+        match serde_json::from_str(value.get()) {
+            Ok(None) => {}
+            Ok(Some(OneOrMany::One(id))) => stop.push(id),
+            Ok(Some(OneOrMany::Many(ids))) => stop.extend(ids),
+            Err(_) => {
+                let found = value.get().replace(char::is_control, "\u{fffd}");
+                return Err(refused(format!("eos_token_id is {found:.60}")));
+            }
         }
     }
     stop.sort_unstable();

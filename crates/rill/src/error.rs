@@ -57,6 +57,15 @@ pub enum Error {
         problems: Vec<String>,
     },
 
+    /// A tensor of the trunk is not a valid matrix.
+    #[error("{tensor}: {source}; the file is damaged, fetch or convert it again")]
+    Layout {
+        /// Tensor.
+        tensor: String,
+        /// What is wrong.
+        source: LayoutError,
+    },
+
     /// The bytes of a routed expert are not what they should be.
     #[error("expert {expert} of layer {layer}: {source}")]
     Expert {
@@ -65,7 +74,7 @@ pub enum Error {
         /// Expert.
         expert: ExpertId,
         /// What is wrong.
-        source: ExpertError,
+        source: Box<ExpertError>,
     },
 
     /// The weights that every token needs are larger than the memory that is free.
@@ -155,8 +164,10 @@ pub enum ExpertError {
     Read(#[from] FormatError),
 
     /// Its bytes are not a valid matrix.
-    #[error("{tensor}: {source}; the file is damaged, fetch it again")]
+    #[error("{file}: {tensor}: {source}; the file is damaged, fetch it again")]
     Layout {
+        /// The file it is in, or the folder.
+        file: String,
         /// Tensor.
         tensor: String,
         /// What is wrong.

@@ -1,16 +1,22 @@
 //! Where routed experts come from.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use rill_format::{Checkpoint, TensorId};
-use rill_kernels::{Codec, Matrix};
+use rill_format::container::{self, Container};
+use rill_format::{
+    Checkpoint, ExpertDims, FormatError, TensorId, Waste, WasteExperts, WasteMatrix,
+};
+use rill_kernels::{Codec, Matrix, Vq};
 
-use crate::config::{ExpertFormat, ModelConfig};
+use crate::config::{ExpertFormat, FfnKind, ModelConfig};
+use crate::describe::StoredExperts;
 use crate::error::{Error, ExpertError};
-use crate::weights::ExpertTensors;
+use crate::source::{self, Findings, Forms};
+use crate::weights;
 
 /// Index of a layer, from zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -72,92 +78,162 @@ pub struct ExpertReads {
     pub read_ns: u64,
 }
 
-/// Reads each expert from the checkpoint whenever it is used, one after another.
-#[derive(Debug)]
-pub(crate) struct CheckpointExperts {
-    checkpoint: Arc<Checkpoint>,
-    layers: Vec<Vec<ExpertTensors>>,
-    format: ExpertFormat,
-    /// Input and output width of an expert.
-    width: usize,
-    intermediate: usize,
+/// Counts what is read. Nothing is ordered by the counters.
+#[derive(Debug, Default)]
+struct Counters {
     experts: AtomicU64,
     bytes: AtomicU64,
     read_ns: AtomicU64,
 }
 
-impl CheckpointExperts {
-    /// Over the tensors that the binder found and checked.
-    pub(crate) fn new(
-        checkpoint: Arc<Checkpoint>,
-        config: &ModelConfig,
-        layers: Vec<Vec<ExpertTensors>>,
-    ) -> Self {
-        Self {
-            checkpoint,
-            layers,
-            format: config.moe.expert_format,
-            width: config.moe.latent.map_or(config.hidden_size, |latent| latent.size),
-            intermediate: config.moe.intermediate_size,
-            experts: AtomicU64::new(0),
-            bytes: AtomicU64::new(0),
-            read_ns: AtomicU64::new(0),
-        }
+impl Counters {
+    fn add(&self, bytes: u64, since: Instant) {
+        self.experts.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.read_ns.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
     }
 
-    fn read(&self, id: ExpertId, layer: LayerIdx, out: &mut ExpertBytes) -> Result<(), Error> {
-        let tensors = &self.layers[layer.0][id.0 as usize];
-        let start = Instant::now();
+    fn total(&self) -> ExpertReads {
+        ExpertReads {
+            experts: self.experts.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+            read_ns: self.read_ns.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Rows and columns of gate, up and down.
+fn expert_shapes(config: &ModelConfig) -> [(usize, usize); 3] {
+    let width = config.moe.latent.map_or(config.hidden_size, |latent| latent.size);
+    let inner = config.moe.intermediate_size;
+    [(inner, width), (inner, width), (width, inner)]
+}
+
+/// Layers with routed experts.
+fn moe_layers(config: &ModelConfig) -> impl Iterator<Item = usize> + '_ {
+    let layers = config.layers.iter().enumerate();
+    layers.filter(|(_, layer)| layer.ffn == FfnKind::Moe).map(|(index, _)| index)
+}
+
+/// Names of gate, up and down of an expert in a published checkpoint: weights or nibbles, then
+/// scales if there are any.
+fn tensor_names(
+    config: &ModelConfig,
+    layer: usize,
+    expert: usize,
+) -> [(String, Option<String>); 3] {
+    let prefix = weights::prefix(config);
+    ["w1", "w3", "w2"].map(|w| {
+        let at = format!("{prefix}model.layers.{layer}.block_sparse_moe.experts.{expert}.{w}");
+        match config.moe.expert_format {
+            ExpertFormat::Bf16 => (format!("{at}.weight"), None),
+            ExpertFormat::Mxfp4 => {
+                (format!("{at}.weight_packed"), Some(format!("{at}.weight_scale")))
+            }
+        }
+    })
+}
+
+/// Checks the routed experts of a published checkpoint.
+pub(crate) fn check_checkpoint(
+    checkpoint: &Checkpoint,
+    config: &ModelConfig,
+    findings: &mut Findings,
+) {
+    let shapes = expert_shapes(config);
+    for layer in moe_layers(config) {
+        for expert in 0..config.moe.n_experts {
+            if findings.enough() {
+                return;
+            }
+            let names = tensor_names(config, layer, expert);
+            for ((codes, scales), (rows, cols)) in names.iter().zip(shapes) {
+                match scales {
+                    None => {
+                        findings.tensor(checkpoint, codes, Forms::Bf16, &[&[rows, cols]]);
+                    }
+                    Some(scales) => {
+                        findings.tensor(checkpoint, codes, Forms::Bytes, &[&[rows, cols / 2]]);
+                        findings.tensor(checkpoint, scales, Forms::Bytes, &[&[rows, cols / 32]]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Gate, up, down: weights or nibbles, and scales if there are any.
+type ExpertTensors = [(TensorId, Option<TensorId>); 3];
+
+/// Reads each expert from a published checkpoint whenever it is used, one after another.
+#[derive(Debug)]
+pub(crate) struct CheckpointExperts {
+    checkpoint: Arc<Checkpoint>,
+    /// Per layer and expert.
+    layers: Vec<Vec<ExpertTensors>>,
+    codec: Codec,
+    shapes: [(usize, usize); 3],
+    counters: Counters,
+}
+
+impl CheckpointExperts {
+    /// Over tensors that [`check_checkpoint`] has accepted.
+    pub(crate) fn new(checkpoint: Arc<Checkpoint>, config: &ModelConfig) -> Self {
+        let id = |name: &str| checkpoint.find(name).expect("checked before").id;
+        let mut layers = vec![Vec::new(); config.layers.len()];
+        for layer in moe_layers(config) {
+            layers[layer] = (0..config.moe.n_experts)
+                .map(|expert| {
+                    tensor_names(config, layer, expert)
+                        .map(|(codes, scales)| (id(&codes), scales.as_deref().map(id)))
+                })
+                .collect();
+        }
+        let codec = match config.moe.expert_format {
+            ExpertFormat::Bf16 => Codec::Bf16,
+            ExpertFormat::Mxfp4 => Codec::Mxfp4,
+        };
+        let shapes = expert_shapes(config);
+        Self { checkpoint, layers, codec, shapes, counters: Counters::default() }
+    }
+
+    fn read(
+        &self,
+        tensors: &ExpertTensors,
+        out: &mut [[Vec<u8>; 2]; 3],
+    ) -> Result<u64, FormatError> {
         let mut bytes = 0;
-        let parts = [tensors.gate, tensors.up, tensors.down];
-        for (parts, out) in parts.iter().zip(&mut out.0) {
-            let used = if self.format == ExpertFormat::Mxfp4 { 2 } else { 1 };
-            for (&tensor, out) in parts.iter().zip(out).take(used) {
+        for (&(codes, scales), out) in tensors.iter().zip(out) {
+            for (tensor, out) in [Some(codes), scales].into_iter().zip(out) {
+                let Some(tensor) = tensor else { continue };
                 let info = self.checkpoint.info(tensor);
                 out.resize(info.bytes as usize, 0);
-                self.checkpoint.read_into(tensor, out).map_err(|e| Error::Expert {
-                    layer,
-                    expert: id,
-                    source: e.into(),
-                })?;
+                self.checkpoint.read_into(tensor, out)?;
                 bytes += info.bytes;
             }
         }
-        // Counters only: nothing is ordered by them.
-        self.experts.fetch_add(1, Ordering::Relaxed);
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.read_ns.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        Ok(())
+        Ok(bytes)
     }
 
     fn view<'a>(
         &self,
         tensors: &ExpertTensors,
-        bytes: &'a ExpertBytes,
+        bytes: &'a [[Vec<u8>; 2]; 3],
     ) -> Result<Expert<'a>, ExpertError> {
-        let matrix = |ids: [TensorId; 2], rows, cols, bytes: &'a [Vec<u8>; 2]| {
-            match self.format {
-                ExpertFormat::Bf16 => Matrix::new(Codec::Bf16, rows, cols, &bytes[0], &[]),
-                ExpertFormat::Mxfp4 => Matrix::new(Codec::Mxfp4, rows, cols, &bytes[0], &bytes[1]),
-            }
-            // The binder checked the shapes, so what can be wrong is in the scales, if any.
-            .map_err(|source| ExpertError::Layout {
-                tensor: self.checkpoint.info(ids[1]).name.to_owned(),
-                source,
+        let matrix = |i: usize| {
+            let (rows, cols) = self.shapes[i];
+            let [codes, scales] = &bytes[i];
+            Matrix::new(self.codec, rows, cols, codes, scales).map_err(|source| {
+                // The shapes were checked, so what is wrong is in the scales, if there are any.
+                let (codes, scales) = tensors[i];
+                let info = self.checkpoint.info(scales.unwrap_or(codes));
+                let file = self.checkpoint.folder().describe(info.shard);
+                ExpertError::Layout { file, tensor: info.name.to_owned(), source }
             })
         };
-        let (width, inner) = (self.width, self.intermediate);
-        Ok(Expert {
-            gate: matrix(tensors.gate, inner, width, &bytes.0[0])?,
-            up: matrix(tensors.up, inner, width, &bytes.0[1])?,
-            down: matrix(tensors.down, width, inner, &bytes.0[2])?,
-        })
+        Ok(Expert { gate: matrix(0)?, up: matrix(1)?, down: matrix(2)? })
     }
 }
-
-/// Gate, up, down; each weights or nibbles, and scales.
-#[derive(Default)]
-struct ExpertBytes([[Vec<u8>; 2]; 3]);
 
 impl ExpertSource for CheckpointExperts {
     fn fetch(
@@ -166,25 +242,268 @@ impl ExpertSource for CheckpointExperts {
         experts: &[ExpertId],
         consume: &mut dyn FnMut(ExpertId, Expert<'_>),
     ) -> Result<(), Error> {
-        let mut bytes = ExpertBytes::default();
-        for &id in experts {
-            self.read(id, layer, &mut bytes)?;
-            let tensors = &self.layers[layer.0][id.0 as usize];
-            let expert = self.view(tensors, &bytes).map_err(|source| Error::Expert {
-                layer,
-                expert: id,
-                source,
-            })?;
-            consume(id, expert);
+        let mut bytes = <[[Vec<u8>; 2]; 3]>::default();
+        for &expert in experts {
+            let tensors = &self.layers[layer.0][expert.0 as usize];
+            let failed = |e: ExpertError| Error::Expert { layer, expert, source: Box::new(e) };
+            let start = Instant::now();
+            let n = self.read(tensors, &mut bytes).map_err(|e| failed(e.into()))?;
+            self.counters.add(n, start);
+            consume(expert, self.view(tensors, &bytes).map_err(failed)?);
         }
         Ok(())
     }
 
     fn reads(&self) -> ExpertReads {
-        ExpertReads {
-            experts: self.experts.load(Ordering::Relaxed),
-            bytes: self.bytes.load(Ordering::Relaxed),
-            read_ns: self.read_ns.load(Ordering::Relaxed),
+        self.counters.total()
+    }
+}
+
+/// Checks the routed experts of a `.rill` container.
+pub(crate) fn check_container(
+    container: &Container,
+    config: &ModelConfig,
+    findings: &mut Findings,
+) {
+    let banks: Vec<usize> = container.bank_list().iter().map(|b| b.layer as usize).collect();
+    let expected: Vec<usize> = moe_layers(config).collect();
+    if banks != expected {
+        findings.problem(format!(
+            "the banks of experts are for layers {banks:?}, expected {expected:?}"
+        ));
+        return;
+    }
+    let Some(layout) = container.layout() else { return };
+    for (name, (matrix, (rows, cols))) in
+        ["gate", "up", "down"].iter().zip(layout.matrices.iter().zip(expert_shapes(config)))
+    {
+        if (matrix.rows, matrix.cols) != (rows as u64, cols as u64) {
+            findings.problem(format!(
+                "the experts' {name} has shape [{}, {}], expected [{rows}, {cols}]",
+                matrix.rows, matrix.cols
+            ));
+            continue;
+        }
+        match source::codec(matrix.codec).layout(rows, cols) {
+            Ok(layout)
+                if (layout.codes as u64, layout.scales as u64)
+                    == (matrix.code_bytes, matrix.scale_bytes) => {}
+            Ok(layout) => findings.problem(format!(
+                "the experts' {name} as {} has {} + {} bytes, expected {} + {}",
+                matrix.codec, matrix.code_bytes, matrix.scale_bytes, layout.codes, layout.scales
+            )),
+            Err(error) => findings.problem(format!("the experts' {name}: {error}")),
         }
     }
+    for bank in container.bank_list() {
+        if bank.experts as usize != config.moe.n_experts {
+            findings.problem(format!(
+                "the bank of layer {} has {} experts, expected {}",
+                bank.layer, bank.experts, config.moe.n_experts
+            ));
+        }
+    }
+}
+
+/// Reads each expert as one record, whose checksum is checked every time: a wrong byte must not
+/// become a wrong token.
+#[derive(Debug)]
+pub(crate) struct ContainerExperts {
+    container: Arc<Container>,
+    counters: Counters,
+}
+
+impl ContainerExperts {
+    /// Over a container that [`check_container`] has accepted.
+    pub(crate) fn new(container: Arc<Container>) -> Self {
+        Self { container, counters: Counters::default() }
+    }
+}
+
+impl ExpertSource for ContainerExperts {
+    fn fetch(
+        &self,
+        layer: LayerIdx,
+        experts: &[ExpertId],
+        consume: &mut dyn FnMut(ExpertId, Expert<'_>),
+    ) -> Result<(), Error> {
+        let Some(layout) = self.container.layout() else { return Ok(()) };
+        let mut record = vec![0; layout.record_bytes];
+        for &expert in experts {
+            let failed = |e: ExpertError| Error::Expert { layer, expert, source: Box::new(e) };
+            let start = Instant::now();
+            self.container
+                .read_record(layer.0 as u32, expert.0, true, &mut record)
+                .map_err(|e| failed(e.into()))?;
+            self.counters.add(record.len() as u64, start);
+            let matrix = |i: usize| {
+                let (codes, scales) = layout.matrix(&record, i);
+                let Shape { rows, cols, codec } = Shape::of(&layout.matrices[i]);
+                Matrix::new(codec, rows, cols, codes, scales).map_err(|source| {
+                    let file = self.container.folder().describe("");
+                    let tensor = ["gate", "up", "down"][i].to_owned();
+                    failed(ExpertError::Layout { file, tensor, source })
+                })
+            };
+            consume(expert, Expert { gate: matrix(0)?, up: matrix(1)?, down: matrix(2)? });
+        }
+        Ok(())
+    }
+
+    fn reads(&self) -> ExpertReads {
+        self.counters.total()
+    }
+}
+
+/// A stored matrix in the kernels' words.
+struct Shape {
+    rows: usize,
+    cols: usize,
+    codec: Codec,
+}
+
+impl Shape {
+    fn of(matrix: &container::Matrix) -> Self {
+        Self {
+            rows: matrix.rows as usize,
+            cols: matrix.cols as usize,
+            codec: source::codec(matrix.codec),
+        }
+    }
+}
+
+/// Checks the routed experts of a `.waste` container.
+pub(crate) fn check_waste(waste: &Waste, config: &ModelConfig, findings: &mut Findings) {
+    let banks: Vec<usize> = waste.layers().keys().map(|&layer| layer as usize).collect();
+    let expected: Vec<usize> = moe_layers(config).collect();
+    if banks != expected {
+        findings.problem(format!(
+            "the banks of experts are for layers {banks:?}, expected {expected:?}"
+        ));
+        return;
+    }
+    let format = waste_codec(waste.expert_format());
+    for (name, (rows, cols)) in ["gate", "up", "down"].iter().zip(expert_shapes(config)) {
+        if let Err(error) = format.layout(rows, cols) {
+            findings.problem(format!("the experts' {name}: {error}"));
+        }
+    }
+    for (layer, bank) in waste.layers() {
+        if bank.experts as usize != config.moe.n_experts {
+            findings.problem(format!(
+                "the bank of layer {layer} has {} experts, expected {}",
+                bank.experts, config.moe.n_experts
+            ));
+        }
+        for first in codebooks_of(bank.codebook_base, waste.expert_format().stages) {
+            if tables(waste, first).is_none() {
+                findings.problem(format!("codebook {first} of layer {layer}: missing"));
+            }
+        }
+    }
+}
+
+/// How a `.waste` container stores its routed experts.
+pub(crate) fn stored_in_waste(waste: &Waste, config: &ModelConfig) -> StoredExperts {
+    // One for the trunk, one for the codebooks.
+    let mut stored = StoredExperts { files: 2 + waste.layers().len(), ..Default::default() };
+    let codec = waste_codec(waste.expert_format());
+    let n: u64 = waste.layers().values().map(|bank| u64::from(bank.experts)).sum();
+    for (rows, cols) in expert_shapes(config) {
+        let layout = codec.layout(rows, cols);
+        let bytes = layout.map_or(0, |layout| (layout.codes + layout.scales) as u64);
+        stored.add(codec.name(), n * (rows * cols) as u64, n * bytes);
+    }
+    let banks = waste.layers().values();
+    stored.expert_file_bytes = banks.map(|b| u64::from(b.experts) * b.record_bytes).sum();
+    stored
+}
+
+/// Reads each expert of a `.waste` container as one record and checks its checksum.
+#[derive(Debug)]
+pub(crate) struct WasteExpertSource {
+    waste: Arc<Waste>,
+    codec: Codec,
+    shapes: [(usize, usize); 3],
+    /// Tables of a matrix, (stages, entries, 8), by the number of its first codebook.
+    tables: HashMap<u16, Vec<f32>>,
+    counters: Counters,
+}
+
+impl WasteExpertSource {
+    /// Over a container that [`check_waste`] has accepted.
+    pub(crate) fn new(waste: Arc<Waste>, config: &ModelConfig) -> Self {
+        let stages = waste.expert_format().stages;
+        let bases = waste.layers().values().map(|bank| bank.codebook_base);
+        let firsts = bases.flat_map(|base| codebooks_of(base, stages));
+        let tables = firsts.filter_map(|n| Some((n, tables(&waste, n)?))).collect();
+        let codec = waste_codec(waste.expert_format());
+        let shapes = expert_shapes(config);
+        Self { waste, codec, shapes, tables, counters: Counters::default() }
+    }
+}
+
+impl ExpertSource for WasteExpertSource {
+    fn fetch(
+        &self,
+        layer: LayerIdx,
+        experts: &[ExpertId],
+        consume: &mut dyn FnMut(ExpertId, Expert<'_>),
+    ) -> Result<(), Error> {
+        let (inter, width) = self.shapes[0];
+        let dims = ExpertDims { inter, width };
+        let mut record = Vec::new();
+        for &expert in experts {
+            let failed = |e: ExpertError| Error::Expert { layer, expert, source: Box::new(e) };
+            let start = Instant::now();
+            let found = self
+                .waste
+                .read_expert(layer.0 as u32, expert.0, dims, true, &mut record)
+                .map_err(|e| failed(e.into()))?;
+            self.counters.add(record.len() as u64, start);
+            let matrix = |i: usize, place: &WasteMatrix| {
+                let (rows, cols) = self.shapes[i];
+                let tables = self.tables.get(&place.first_codebook);
+                let tables = tables.map_or(&[][..], Vec::as_slice);
+                let (codes, scales) = (&record[place.codes.clone()], &record[place.scales.clone()]);
+                Matrix::with_tables(self.codec, rows, cols, codes, scales, tables).map_err(
+                    |source| {
+                        let file = self.waste.folder().describe("");
+                        let tensor = ["gate", "up", "down"][i].to_owned();
+                        failed(ExpertError::Layout { file, tensor, source })
+                    },
+                )
+            };
+            let expert_view = Expert {
+                gate: matrix(0, &found.gate)?,
+                up: matrix(1, &found.up)?,
+                down: matrix(2, &found.down)?,
+            };
+            consume(expert, expert_view);
+        }
+        Ok(())
+    }
+
+    fn reads(&self) -> ExpertReads {
+        self.counters.total()
+    }
+}
+
+fn waste_codec(format: WasteExperts) -> Codec {
+    let WasteExperts { stages, entries, index_block, packed, .. } = format;
+    Codec::Vq(Vq { stages, entries, index_block, packed })
+}
+
+/// Numbers of the first codebooks of gate, up and down.
+fn codebooks_of(base: u16, stages: usize) -> impl Iterator<Item = u16> {
+    (0..3).map(move |matrix| base.saturating_add((matrix * stages) as u16))
+}
+
+/// The stages' codebooks from `first` on, one after another.
+fn tables(waste: &Waste, first: u16) -> Option<Vec<f32>> {
+    let mut tables = Vec::new();
+    for stage in 0..waste.expert_format().stages as u16 {
+        tables.extend_from_slice(waste.codebook(first.checked_add(stage)?)?);
+    }
+    Some(tables)
 }

@@ -22,6 +22,7 @@
 pub mod config;
 
 mod compute;
+mod describe;
 mod engine;
 mod error;
 mod experts;
@@ -35,8 +36,10 @@ pub mod reference;
 mod residual;
 mod sampler;
 mod session;
+mod source;
 mod weights;
 
+pub use describe::{Description, FormatShare, describe};
 pub use engine::{
     Engine, EngineOptions, KernelChoice, Logits, ModelSummary, Observer, open_tokenizer,
     read_config,

@@ -136,7 +136,7 @@ fn routed_experts(
         }
     })?;
     if let Some(index) = delivered.iter().position(|done| !done) {
-        let source = ExpertError::Missing;
+        let source = Box::new(ExpertError::Missing);
         return Err(Error::Expert { layer, expert: wanted[index], source });
     }
 

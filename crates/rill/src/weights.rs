@@ -5,38 +5,35 @@
 //! first over headers alone, collecting every disagreement and the bytes the trunk takes, then
 //! loading.
 
-use half::{bf16, f16};
-use rill_format::{Checkpoint, Dtype, TensorId, TensorInfo};
 use rill_kernels::{Codec, Matrix, math};
 
 use crate::compute::transpose;
-use crate::config::{
-    Architecture, AttentionKind, ExpertFormat, FfnKind, KdaOutputGate, ModelConfig,
-};
+use crate::config::{Architecture, AttentionKind, FfnKind, KdaOutputGate, ModelConfig};
 use crate::error::Error;
+use crate::source::{Findings, Form, Forms, Stored, WeightSource, to_f32};
 
 /// A matrix (rows, cols) of the trunk, as stored.
 #[derive(Debug)]
 pub(crate) struct Linear {
     rows: usize,
     cols: usize,
-    dtype: Dtype,
-    bytes: Vec<u8>,
+    codec: Codec,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
 }
 
 impl Linear {
     pub(crate) fn view(&self) -> Matrix<'_> {
-        let codec = if self.dtype == Dtype::F32 { Codec::F32 } else { Codec::Bf16 };
-        Matrix::new(codec, self.rows, self.cols, &self.bytes, &[])
-            .expect("the binder checked type and shape")
+        Matrix::new(self.codec, self.rows, self.cols, &self.codes, &self.scales)
+            .expect("checked when it was loaded")
     }
 }
 
 /// Every weight but the routed experts.
 #[derive(Debug)]
 pub(crate) struct Weights {
-    /// (vocab, hidden), read a row at a time and never resident.
-    pub(crate) embed_tokens: Embedding,
+    /// Name of the embedding (vocab, hidden), read a row at a time and never resident.
+    pub(crate) embed_tokens: String,
     pub(crate) layers: Vec<Layer>,
     /// (hidden)
     pub(crate) norm: Vec<f32>,
@@ -44,12 +41,6 @@ pub(crate) struct Weights {
     pub(crate) lm_head: Linear,
     /// Mix in front of `norm`, with attention residuals.
     pub(crate) output_mix: Option<Mix>,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Embedding {
-    pub(crate) tensor: Option<TensorId>,
-    pub(crate) dtype: Dtype,
 }
 
 #[derive(Debug)]
@@ -175,68 +166,56 @@ pub(crate) struct Latent {
     pub(crate) up_proj: Linear,
 }
 
-/// Where the three matrices of one routed expert are: gate (w1), up (w3), down (w2). Each is
-/// one tensor, or nibbles and scales.
+/// A model whose headers agree with its configuration.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ExpertTensors {
-    pub(crate) gate: [TensorId; 2],
-    pub(crate) up: [TensorId; 2],
-    pub(crate) down: [TensorId; 2],
-}
-
-/// A checkpoint whose headers agree with its configuration.
-#[derive(Debug)]
 pub(crate) struct Bound {
-    /// Routed experts of each layer; empty for dense layers.
-    pub(crate) experts: Vec<Vec<ExpertTensors>>,
-    /// Bytes of everything else that is held in memory.
+    /// Bytes of everything that is held in memory: all but embedding and routed experts.
     pub(crate) trunk_bytes: u64,
     /// Tensors the model uses.
     pub(crate) tensors: usize,
 }
 
-/// Checks every tensor the model needs, from headers alone.
-pub(crate) fn check(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Bound, Error> {
-    let mut binder = Binder::new(checkpoint, config, false);
+/// Checks every tensor of the text model, from headers alone: what the configuration asks for is
+/// there, and what is there the configuration asks for. A weight that is left out would make
+/// another model, silently.
+pub(crate) fn check(source: &dyn WeightSource, config: &ModelConfig) -> Result<Bound, Error> {
+    let mut binder = Binder::new(source, config, false);
     binder.model()?;
-    let experts = binder.experts();
-    if binder.problems.is_empty() {
-        return Ok(Bound { experts, trunk_bytes: binder.trunk_bytes, tensors: binder.tensors });
+    let Binder { mut findings, trunk_bytes, prefix, .. } = binder;
+    source.check_experts(config, &mut findings);
+    if !findings.enough() {
+        findings.leftovers(source, prefix);
     }
-    let hidden = binder.problems.len().saturating_sub(Error::MAX_PROBLEMS);
-    binder.problems.truncate(Error::MAX_PROBLEMS);
-    if hidden > 0 {
-        binder.problems.push(format!("… and {hidden} more"));
-    }
-    let folder = checkpoint.folder().describe("");
-    Err(Error::Binding { folder, problems: binder.problems })
+    Ok(Bound { trunk_bytes, tensors: findings.finish(source.folder())? })
 }
 
-/// Reads the trunk of a checkpoint that [`check`] has accepted.
-pub(crate) fn load(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Weights, Error> {
-    Binder::new(checkpoint, config, true).model()
+/// Reads the trunk of a model that [`check`] has accepted.
+pub(crate) fn load(source: &dyn WeightSource, config: &ModelConfig) -> Result<Weights, Error> {
+    Binder::new(source, config, true).model()
+}
+
+/// What tensor names of the text model begin with.
+pub(crate) fn prefix(config: &ModelConfig) -> &'static str {
+    match config.architecture {
+        Architecture::KimiK3 => "language_model.",
+        Architecture::KimiLinear => "",
+    }
 }
 
 struct Binder<'a> {
-    checkpoint: &'a Checkpoint,
+    source: &'a dyn WeightSource,
     config: &'a ModelConfig,
-    /// `language_model.` or nothing.
     prefix: &'static str,
     /// False: headers only, and everything bound stays empty.
     load: bool,
-    problems: Vec<String>,
+    findings: Findings,
     trunk_bytes: u64,
-    tensors: usize,
 }
 
 impl<'a> Binder<'a> {
-    fn new(checkpoint: &'a Checkpoint, config: &'a ModelConfig, load: bool) -> Self {
-        let prefix = match config.architecture {
-            Architecture::KimiK3 => "language_model.",
-            Architecture::KimiLinear => "",
-        };
-        let problems = Vec::new();
-        Self { checkpoint, config, prefix, load, problems, trunk_bytes: 0, tensors: 0 }
+    fn new(source: &'a dyn WeightSource, config: &'a ModelConfig, load: bool) -> Self {
+        let findings = Findings::default();
+        Self { source, config, prefix: prefix(config), load, findings, trunk_bytes: 0 }
     }
 
     fn model(&mut self) -> Result<Weights, Error> {
@@ -245,7 +224,7 @@ impl<'a> Binder<'a> {
         let prefix = self.prefix;
         let residuals = config.attn_res_block_size.is_some();
         Ok(Weights {
-            embed_tokens: self.embedding(&format!("{prefix}model.embed_tokens.weight")),
+            embed_tokens: self.embedding(format!("{prefix}model.embed_tokens.weight")),
             layers: (0..config.layers.len()).map(|i| self.layer(i)).collect::<Result<_, _>>()?,
             norm: self.vector(&format!("{prefix}model.norm.weight"), hidden)?,
             lm_head: self.matrix(&format!("{prefix}lm_head.weight"), vocab, hidden)?,
@@ -308,8 +287,10 @@ impl<'a> Binder<'a> {
             f_b_proj: self.matrix(&format!("{at}f_b_proj.weight"), p, dim)?,
             decay_rate: {
                 // K3 pads to head_dim values, of which the first `heads` count.
-                let shapes = [&[dim][..], &[heads], &[1, 1, heads, 1]];
-                let a_log = self.any_vector(&format!("{at}A_log"), &shapes)?;
+                let padded = [dim];
+                let shapes = [&padded[..], &[heads], &[1, 1, heads, 1]];
+                let shapes = if dim > heads { &shapes[..] } else { &shapes[1..] };
+                let a_log = self.any_vector(&format!("{at}A_log"), shapes)?;
                 a_log.iter().take(heads).map(|&a| math::exp(a)).collect()
             },
             dt_bias: self.vector(&format!("{at}dt_bias"), p)?,
@@ -422,61 +403,29 @@ impl<'a> Binder<'a> {
         Ok(if self.load { transpose(&taps, channels, kernel) } else { taps })
     }
 
-    fn experts(&mut self) -> Vec<Vec<ExpertTensors>> {
-        let (config, prefix) = (self.config, self.prefix);
-        let mut layers = Vec::with_capacity(config.layers.len());
-        for (index, layer) in config.layers.iter().enumerate() {
-            let n = if layer.ffn == FfnKind::Moe { config.moe.n_experts } else { 0 };
-            let at = format!("{prefix}model.layers.{index}.block_sparse_moe.experts.");
-            // An expert with a problem is left out; the whole binding fails then.
-            layers.push((0..n).filter_map(|e| self.expert(&format!("{at}{e}."))).collect());
-        }
-        layers
-    }
-
-    fn expert(&mut self, at: &str) -> Option<ExpertTensors> {
-        let moe = self.config.moe;
-        let width = moe.latent.map_or(self.config.hidden_size, |latent| latent.size);
-        let inner = moe.intermediate_size;
-        let gate = self.expert_matrix(&format!("{at}w1"), inner, width);
-        let up = self.expert_matrix(&format!("{at}w3"), inner, width);
-        let down = self.expert_matrix(&format!("{at}w2"), width, inner);
-        Some(ExpertTensors { gate: gate?, up: up?, down: down? })
-    }
-
-    fn expert_matrix(&mut self, at: &str, rows: usize, cols: usize) -> Option<[TensorId; 2]> {
-        match self.config.moe.expert_format {
-            ExpertFormat::Bf16 => {
-                let name = format!("{at}.weight");
-                let id = self.tensor(&name, &[Dtype::BF16], &[&[rows, cols]])?.id;
-                Some([id, id])
-            }
-            ExpertFormat::Mxfp4 => {
-                let packed = format!("{at}.weight_packed");
-                let scale = format!("{at}.weight_scale");
-                let packed = self.tensor(&packed, &[Dtype::U8], &[&[rows, cols / 2]]);
-                let packed = packed.map(|t| t.id);
-                let scale = self.tensor(&scale, &[Dtype::U8], &[&[rows, cols / 32]])?.id;
-                Some([packed?, scale])
-            }
-        }
-    }
-
-    fn embedding(&mut self, name: &str) -> Embedding {
+    /// Only its place is checked: rows are read when they are used.
+    fn embedding(&mut self, name: String) -> String {
         let shape = [self.config.vocab_size, self.config.hidden_size];
-        let tensor = self.tensor(name, &[Dtype::BF16, Dtype::F32], &[&shape]);
-        Embedding { tensor: tensor.map(|t| t.id), dtype: tensor.map_or(Dtype::BF16, |t| t.dtype) }
+        self.tensor(&name, Forms::Matrix, &[&shape]);
+        name
     }
 
     fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Linear, Error> {
-        let tensor = self.tensor(name, &[Dtype::BF16, Dtype::F32], &[&[rows, cols]]);
-        let mut linear = Linear { rows, cols, dtype: Dtype::BF16, bytes: Vec::new() };
-        if let Some(tensor) = tensor {
-            linear.dtype = tensor.dtype;
-            self.trunk_bytes += tensor.bytes;
-            if self.load {
-                linear.bytes = self.checkpoint.read(tensor.id)?;
-            }
+        let mut linear =
+            Linear { rows, cols, codec: Codec::Bf16, codes: Vec::new(), scales: Vec::new() };
+        let stored = self.tensor(name, Forms::Matrix, &[&[rows, cols]]);
+        let Some(Stored { form: Form::Codec(codec), .. }) = stored else {
+            return Ok(linear);
+        };
+        linear.codec = codec;
+        match codec.layout(rows, cols) {
+            Ok(layout) => self.trunk_bytes += (layout.codes + layout.scales) as u64,
+            Err(error) => self.findings.problem(format!("{name}: {error}")),
+        }
+        if self.load {
+            (linear.codes, linear.scales) = self.source.read(name)?;
+            Matrix::new(codec, rows, cols, &linear.codes, &linear.scales)
+                .map_err(|source| Error::Layout { tensor: name.to_owned(), source })?;
         }
         Ok(linear)
     }
@@ -487,66 +436,18 @@ impl<'a> Binder<'a> {
 
     /// A small tensor of one of the shapes, as f32.
     fn any_vector(&mut self, name: &str, shapes: &[&[usize]]) -> Result<Vec<f32>, Error> {
-        let Some(tensor) = self.tensor(name, &[Dtype::BF16, Dtype::F32, Dtype::F16], shapes) else {
+        let Some(stored) = self.tensor(name, Forms::Vector, shapes) else {
             return Ok(Vec::new());
         };
-        self.trunk_bytes += tensor.bytes / tensor.dtype.size() * 4;
+        self.trunk_bytes += 4 * stored.shape.iter().product::<u64>();
         if !self.load {
             return Ok(Vec::new());
         }
-        let bytes = self.checkpoint.read(tensor.id)?;
-        Ok(to_f32(tensor.dtype, &bytes))
+        let (codes, _) = self.source.read(name)?;
+        Ok(to_f32(stored.form, &codes).expect("vectors are plain numbers"))
     }
 
-    /// Looks a tensor up and checks it; what is wrong goes on the list of problems.
-    fn tensor(
-        &mut self,
-        name: &str,
-        dtypes: &[Dtype],
-        shapes: &[&[usize]],
-    ) -> Option<TensorInfo<'a>> {
-        self.tensors += 1;
-        let Some(tensor) = self.checkpoint.find(name) else {
-            self.problems.push(format!("{name}: missing"));
-            return None;
-        };
-        if !dtypes.contains(&tensor.dtype) {
-            let expected: Vec<String> = dtypes.iter().map(Dtype::to_string).collect();
-            self.problems.push(format!(
-                "{name} in {}: stored as {}, expected {}",
-                tensor.shard,
-                tensor.dtype,
-                expected.join(" or ")
-            ));
-            return None;
-        }
-        let fits = |shape: &&[usize]| {
-            shape.len() == tensor.shape.len()
-                && shape.iter().zip(tensor.shape.iter()).all(|(&a, &b)| a as u64 == b)
-        };
-        if !shapes.iter().any(fits) {
-            let expected: Vec<String> = shapes.iter().map(|s| format!("{s:?}")).collect();
-            self.problems.push(format!(
-                "{name} in {}: has shape {}, expected {}",
-                tensor.shard,
-                tensor.shape,
-                expected.join(" or ")
-            ));
-            return None;
-        }
-        Some(tensor)
-    }
-}
-
-/// Little-endian elements as f32; exact for every type but U8, which no caller asks for.
-pub(crate) fn to_f32(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
-    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
-    match dtype {
-        Dtype::BF16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
-        Dtype::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
-        Dtype::F32 => {
-            bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-        }
-        Dtype::U8 => bytes.iter().map(|&b| f32::from(b)).collect(),
+    fn tensor(&mut self, name: &str, forms: Forms, shapes: &[&[usize]]) -> Option<Stored> {
+        self.findings.tensor(self.source, name, forms, shapes)
     }
 }

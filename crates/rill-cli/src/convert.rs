@@ -1,0 +1,146 @@
+//! `rill convert` and `rill verify`.
+
+use std::io::IsTerminal;
+use std::ops::ControlFlow;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use rill::{Checkpoint, Folder, read_config};
+use rill_convert::{Control, ConvertError, ExpertCodec, Plan, Progress, TrunkCodec};
+use rill_format::container::Container;
+
+use crate::args::{ConvertArgs, Experts, Trunk, VerifyArgs};
+use crate::output::{Outcome, bytes, interrupt_flag, note, print};
+
+pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
+    let folder = Folder::Disk(args.source.clone());
+    // A container of a model that cannot be run would be found out hours later.
+    let config = read_config(&folder)?;
+    let checkpoint = Checkpoint::open(folder)?;
+    rill::Engine::check(&checkpoint, &config)?;
+    let experts = match args.experts {
+        Experts::Source => ExpertCodec::Source,
+        Experts::Q8 => ExpertCodec::Q8,
+        Experts::Q4 => ExpertCodec::Q4,
+    };
+    let trunk = match args.trunk {
+        Trunk::Source => TrunkCodec::Source,
+        Trunk::Q8 => TrunkCodec::Q8,
+        Trunk::Q4 => TrunkCodec::Q4,
+    };
+    let plan = Plan::new(&checkpoint, experts, trunk)?;
+    if args.estimate {
+        print(format!(
+            "container   {}\ntrunk       {}\nexperts     {} in {} records of {}\nsource      {}\n",
+            bytes(plan.container_bytes()),
+            bytes(plan.trunk_bytes()),
+            bytes(plan.expert_bytes()),
+            plan.n_experts(),
+            bytes(plan.record_bytes()),
+            bytes(checkpoint.payload_bytes()),
+        ))?;
+        return Ok(Outcome::Done);
+    }
+    let Some(destination) = &args.destination else {
+        crate::prompt::usage("name the folder to write to, or ask for an --estimate");
+    };
+    let interrupted = interrupt_flag()?;
+    let meter = Meter::new(&interrupted);
+    let control = Control { jobs: jobs(args.jobs), progress: &|p| meter.tell(p) };
+    let result = rill_convert::convert(&checkpoint, &plan, destination, &control);
+    meter.end();
+    match result {
+        Err(ConvertError::Cancelled) => {
+            note("rill: stopped; the same command goes on where it stopped");
+            return Ok(Outcome::Interrupted);
+        }
+        result => result?,
+    }
+    let fingerprint = Container::open(destination.clone())?.manifest().fingerprint.clone();
+    print(format!(
+        "{}: {}, fingerprint {fingerprint}\n",
+        destination.display(),
+        bytes(plan.container_bytes())
+    ))?;
+    Ok(Outcome::Done)
+}
+
+pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
+    let container = Container::open(args.path.clone())?;
+    let interrupted = interrupt_flag()?;
+    let meter = Meter::new(&interrupted);
+    let control = Control { jobs: jobs(args.jobs), progress: &|p| meter.tell(p) };
+    let result = rill_convert::verify(&container, &control);
+    meter.end();
+    match result {
+        Err(ConvertError::Cancelled) => return Ok(Outcome::Interrupted),
+        result => result?,
+    }
+    let fingerprint = &container.manifest().fingerprint;
+    print(format!(
+        "{}: every byte is as written, fingerprint {fingerprint}\n",
+        args.path.display()
+    ))?;
+    Ok(Outcome::Done)
+}
+
+fn jobs(asked: u16) -> usize {
+    match asked {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        n => n.into(),
+    }
+}
+
+/// One line on standard error, renewed now and then, if a person may be looking.
+struct Meter<'a> {
+    interrupted: &'a AtomicBool,
+    start: Instant,
+    shown: bool,
+    last: Mutex<Instant>,
+}
+
+/// Time between two looks at the meter.
+const INTERVAL: Duration = Duration::from_millis(250);
+
+impl<'a> Meter<'a> {
+    fn new(interrupted: &'a AtomicBool) -> Self {
+        let start = Instant::now();
+        let shown = std::io::stderr().is_terminal();
+        Self { interrupted, start, shown, last: Mutex::new(start) }
+    }
+
+    fn tell(&self, progress: Progress) -> ControlFlow<()> {
+        if self.interrupted.load(Ordering::Relaxed) {
+            return ControlFlow::Break(());
+        }
+        if self.shown
+            && let Ok(mut last) = self.last.try_lock()
+            && last.elapsed() >= INTERVAL
+        {
+            *last = Instant::now();
+            let seconds = self.start.elapsed().as_secs_f64();
+            let done = (progress.done_bytes - progress.resumed_bytes) as f64;
+            let rate = done / seconds;
+            let left = (progress.total_bytes - progress.done_bytes) as f64 / rate.max(1.0);
+            eprint!(
+                "\r{} of {}, {:.2} GB/s, {}:{:02}:{:02} left   ",
+                bytes(progress.done_bytes),
+                bytes(progress.total_bytes),
+                rate / 1e9,
+                left as u64 / 3600,
+                left as u64 / 60 % 60,
+                left as u64 % 60,
+            );
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// Clears the line.
+    fn end(&self) {
+        if self.shown {
+            eprint!("\r{:70}\r", "");
+        }
+    }
+}

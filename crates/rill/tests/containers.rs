@@ -1,0 +1,130 @@
+//! The engine on containers: the same weights give the same bits wherever they lie.
+
+mod common;
+
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use common::{assert_same_bits, reference, repository};
+use rill::reference::{Feed, Reference, compare};
+use rill::{Engine, EngineOptions, Folder, Logits};
+use rill_convert::{Control, ExpertCodec, Plan, Progress, TrunkCodec};
+use rill_format::Checkpoint;
+
+fn go_on(_: Progress) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+fn convert(path: &str, experts: ExpertCodec, trunk: TrunkCodec) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let checkpoint = Checkpoint::open(Folder::Disk(repository(path))).expect("it is there");
+    let plan = Plan::new(&checkpoint, experts, trunk).expect("it can be planned");
+    let control = Control { jobs: 2, progress: &go_on };
+    rill_convert::convert(&checkpoint, &plan, dir.path(), &control).expect("it converts");
+    dir
+}
+
+fn open(folder: &Path) -> Engine {
+    let folder = Folder::Disk(folder.to_owned());
+    Engine::open(folder, &EngineOptions::default()).expect("the model opens")
+}
+
+fn logits(engine: &Engine, ids: &[u32]) -> Vec<f32> {
+    engine.forward(&mut engine.new_session(), ids, Logits::All).expect("it runs")
+}
+
+#[test]
+fn a_lossless_container_gives_the_checkpoints_bits() {
+    for path in ["models/k3-nano", "fixtures/k3-tiny", "fixtures/kimi-linear-tiny"] {
+        let ids = reference(&Folder::Disk(repository(path))).input_ids;
+        let dir = convert(path, ExpertCodec::Source, TrunkCodec::Source);
+        let container = open(dir.path());
+        assert_eq!(container.source_kind(), ".rill container");
+        let checkpoint = open(&repository(path));
+        assert_eq!(checkpoint.source_kind(), "published checkpoint");
+        assert_same_bits(path, &logits(&container, &ids), &logits(&checkpoint, &ids));
+        assert_eq!(container.stop_tokens(), checkpoint.stop_tokens());
+        assert!(container.expert_reads().bytes > checkpoint.expert_reads().bytes);
+        assert_eq!(container.expert_reads().experts, checkpoint.expert_reads().experts);
+    }
+}
+
+#[test]
+fn a_small_container_is_near_and_still_speaks() {
+    let folder = Folder::Disk(repository("models/k3-nano"));
+    let text = folder.read("heldout.txt", 1 << 20).expect("it is there");
+    let perplexity = |experts, trunk| {
+        let dir = convert("models/k3-nano", experts, trunk);
+        let engine = open(dir.path());
+        let ids = engine.open_tokenizer().expect("it is inside").encode_text_bytes(&text);
+        let found = engine.perplexity(&ids[..2550], 255, &mut |_, _| ControlFlow::Continue(()));
+        found.expect("it runs").perplexity
+    };
+    let source = perplexity(ExpertCodec::Source, TrunkCodec::Source);
+    let q8 = perplexity(ExpertCodec::Q8, TrunkCodec::Q8);
+    let q4 = perplexity(ExpertCodec::Source, TrunkCodec::Q4);
+    println!("perplexity of ten windows: source {source:.3}, q8 {q8:.3}, trunk q4 {q4:.3}");
+    assert!((q8 / source - 1.0).abs() < 0.005, "{q8} against {source}");
+    assert!((q4 / source - 1.0).abs() < 0.2, "{q4} against {source}");
+    assert_ne!(q4, source);
+}
+
+#[test]
+fn a_changed_byte_ends_the_request_by_name_and_nothing_else() {
+    let dir = convert("fixtures/k3-tiny", ExpertCodec::Source, TrunkCodec::Source);
+    let ids = reference(&Folder::Disk(repository("fixtures/k3-tiny"))).input_ids;
+    let engine = open(dir.path());
+    let whole = logits(&engine, &ids);
+    let path = dir.path().join("experts-00005.rill");
+    let good = std::fs::read(&path).unwrap();
+    let mut bad = good.clone();
+    // One bit of every expert's payload.
+    let record = bad.len() / 12;
+    (0..12).for_each(|e| bad[e * record + 5000] ^= 4);
+    std::fs::write(&path, &bad).unwrap();
+    let mut session = engine.new_session();
+    let error = engine.forward(&mut session, &ids, Logits::All).unwrap_err().to_string();
+    assert!(error.contains("of layer 5") && error.contains("experts-00005.rill"), "{error}");
+    assert_eq!(session.position(), 0);
+    std::fs::write(&path, &good).unwrap();
+    assert_same_bits("after repair", &logits(&engine, &ids), &whole);
+}
+
+#[test]
+fn a_peers_container_agrees_with_float64_on_its_own_weights() {
+    let folder = Folder::Disk(repository("fixtures/k3-tiny.waste"));
+    let engine = Engine::open(folder.clone(), &EngineOptions::default()).expect("it opens");
+    assert_eq!(engine.source_kind(), ".waste container, version 0");
+    let bytes = folder.read("expected.safetensors", 1 << 30).expect("it is there");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("valid");
+    let numbers = |name: &str| -> Vec<f32> {
+        let data = file.tensor(name).expect("it has it").data().chunks_exact(4);
+        data.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    };
+    let ids = file.tensor("input_ids").unwrap().data().chunks_exact(4);
+    let ids: Vec<u32> = ids.map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    let expected = numbers("logits");
+    let got = logits(&engine, &ids);
+    let vocab = engine.config().vocab_size;
+    let error = |(a, b): (&[f32], &[f32])| {
+        let d: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+        (d / b.iter().map(|b| f64::from(*b).powi(2)).sum::<f64>()).sqrt()
+    };
+    let mut errors: Vec<f64> = got.chunks(vocab).zip(expected.chunks(vocab)).map(error).collect();
+    errors.sort_by(f64::total_cmp);
+    let (median, worst) = (errors[errors.len() / 2], errors[errors.len() - 1]);
+    let peer = error((&got[got.len() - vocab..], &numbers("peer_last_logits")));
+    println!("median {median:.2e}, worst {worst:.2e}; against the peer's engine {peer:.2e}");
+    assert!(median <= 3e-6 && worst <= 1e-4, "median {median:e}, worst {worst:e}");
+    assert!(peer <= 1e-4, "{peer:e}");
+}
+
+#[test]
+fn a_reference_of_the_checkpoint_fits_its_lossless_container() {
+    let path = "fixtures/kimi-linear-tiny";
+    let dir = convert(path, ExpertCodec::Source, TrunkCodec::Source);
+    let bytes = std::fs::read(repository(path).join("expected.safetensors")).unwrap();
+    let reference = Reference::parse(&bytes).unwrap();
+    let found = compare(&open(dir.path()), &reference, Feed::Free).unwrap();
+    assert!(found.logits.worst <= 2e-5, "{found:?}");
+}
