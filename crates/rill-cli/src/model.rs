@@ -1,8 +1,9 @@
 //! Opening what `-m` names.
 
+use std::fs;
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use rill::config::ModelConfig;
 use rill::{Engine, EngineOptions, Folder, KernelChoice, Tokenizer};
 
@@ -12,8 +13,9 @@ use crate::bundle;
 /// The folder that was named, or the demo model.
 pub(crate) fn folder(path: Option<&Path>) -> Result<Folder> {
     let Some(path) = path else { return Ok(bundle::demo()) };
-    if path.exists() && !path.is_dir() {
-        bail!("{} is not a folder; name the folder that holds the checkpoint", path.display());
+    let shown = path.display();
+    if !fs::metadata(path).with_context(|| format!("cannot open {shown}"))?.is_dir() {
+        bail!("{shown} is not a folder; name the folder that holds the checkpoint");
     }
     Ok(Folder::Disk(path.to_owned()))
 }

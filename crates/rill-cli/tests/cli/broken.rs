@@ -38,16 +38,17 @@ fn display(path: &Path) -> String {
 fn a_folder_that_is_missing_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("nowhere");
-    every_command_fails(&missing, &[&display(&missing.join("config.json")), "does not exist"]);
+    every_command_fails(&missing, &[&format!("cannot open {}: ", missing.display())]);
 }
 
 #[test]
 fn a_folder_without_a_configuration_is_named() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = copy_of("fixtures/k3-tiny");
     let config = folder.path().join("config.json");
-    every_command_fails(folder.path(), &[&display(&config), "does not exist"]);
+    fs::remove_file(&config).unwrap();
+    every_command_fails(folder.path(), &[&display(folder.path()), "config.json"]);
     fs::create_dir(&config).unwrap();
-    every_command_fails(folder.path(), &[&display(&config), "not a regular file"]);
+    every_command_fails(folder.path(), &[&display(folder.path()), "config.json"]);
 }
 
 #[test]
@@ -187,7 +188,7 @@ fn a_flipped_byte_of_the_configuration_is_survived_or_named() {
     }
     assert!(refused >= 10, "only {refused} were noticed");
     fs::write(&path, &config[1..]).unwrap();
-    every_command_fails(folder.path(), &[&display(&path)]);
+    every_command_fails(folder.path(), &[&display(folder.path()), "config.json"]);
 }
 
 #[test]
@@ -284,13 +285,20 @@ fn a_named_pipe_is_a_file_and_a_link_is_a_folder() {
     writer.join().unwrap();
     // A pipe in place of a file of the checkpoint is refused, not waited for.
     every_command_fails(&pipe, &[&display(&pipe), "is not a folder"]);
-    fs::rename(&pipe, folder.path().join("config.json")).unwrap();
-    every_command_fails(folder.path(), &["config.json is not a regular file"]);
+    let checkpoint = copy_of("fixtures/k3-tiny");
+    for file in ["config.json", "model.safetensors.index.json", "model-00002-of-000003.safetensors"]
+    {
+        let kept = fs::read(checkpoint.path().join(file)).unwrap();
+        fs::rename(&pipe, checkpoint.path().join(file)).unwrap();
+        every_command_fails(checkpoint.path(), &[&display(checkpoint.path())]);
+        fs::rename(checkpoint.path().join(file), &pipe).unwrap();
+        fs::write(checkpoint.path().join(file), kept).unwrap();
+    }
 
     let link = folder.path().join("link");
     std::os::unix::fs::symlink(repository("models/k3-nano"), &link).unwrap();
     assert_eq!(rill(args!["run", "-m", &link, QUESTION]).done(), ANSWER);
     let circle = folder.path().join("circle");
     std::os::unix::fs::symlink(&circle, &circle).unwrap();
-    every_command_fails(&circle, &[&display(&circle)]);
+    every_command_fails(&circle, &[&format!("cannot open {}: ", circle.display())]);
 }

@@ -37,6 +37,11 @@ fn one_line_ending_at_the_end_of_a_pipe_or_file_is_dropped() {
 fn raw_continues_the_text_and_a_bare_question_uses_the_chat_format() {
     let raw = rill(["run", "--raw", "-n", "8", "Call me Ishmael"]).done();
     assert_ne!(raw, rill(["run", "-n", "8", "Call me Ishmael"]).done());
+    // The text and BOS before it, and none of the structure of a conversation.
+    let n_tokens = rill(["tokenize", "Call me Ishmael"]).done().split(',').count();
+    let statistics = rill(["run", "--raw", "-n", "1", "Call me Ishmael"]).stderr;
+    let expected = format!("prompt {} tokens in", n_tokens + 1);
+    assert!(statistics.contains(&expected), "{statistics}");
     // The demo model has read Moby-Dick; it has no answer to give here.
     assert!(raw.starts_with('.') || raw.starts_with(',') || raw.starts_with(' '), "{raw:?}");
 }

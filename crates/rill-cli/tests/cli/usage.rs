@@ -166,5 +166,5 @@ fn arguments_need_not_be_text_to_be_refused_politely() {
     ] {
         assert!(rill(args).failed().contains("cannot read "));
     }
-    assert!(rill([OsStr::new("info"), not_text]).failed().contains("does not exist"));
+    assert!(rill([OsStr::new("info"), not_text]).failed().contains("cannot open "));
 }
