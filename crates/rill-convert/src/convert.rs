@@ -15,7 +15,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use half::{bf16, f16};
 use rill_format::container::{Checksum, MANIFEST, Run, TrunkTensor, fingerprint, hex};
 use rill_format::{Checkpoint, Dtype, TensorId, TensorInfo};
 use rill_kernels::{Codec, Matrix};
@@ -209,7 +208,7 @@ impl Job<'_> {
             if stored_as_is(codec, info.dtype) {
                 out.write(&bytes)?;
             } else {
-                let weights = to_f32(info.dtype, &bytes);
+                let weights = info.dtype.decode(&bytes);
                 let piece = encode(codec, &info, row, cols as usize, &weights)?;
                 out.write(&piece.0)?;
                 scales.extend(piece.1);
@@ -257,7 +256,7 @@ impl Job<'_> {
             } else if stored_as_is(codec, info.dtype) {
                 code_part.copy_from_slice(&code_bytes);
             } else {
-                let weights = to_f32(info.dtype, &code_bytes);
+                let weights = info.dtype.decode(&code_bytes);
                 let (codes, scales) = encode(codec, &info, 0, cols, &weights)?;
                 code_part.copy_from_slice(&codes);
                 scale_part.copy_from_slice(&scales);
@@ -302,19 +301,6 @@ fn encode(
         })?;
     }
     Ok((codes, scales))
-}
-
-/// Little-endian elements as f32, exactly.
-fn to_f32(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
-    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
-    match dtype {
-        Dtype::BF16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
-        Dtype::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
-        Dtype::F32 => {
-            bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-        }
-        Dtype::U8 => bytes.iter().map(|&b| f32::from(b)).collect(),
-    }
 }
 
 /// Writes a run in order and sums it up.

@@ -157,16 +157,10 @@ impl Plan {
     }
 }
 
-/// The format as the kernels know it.
+/// A container's format in the kernels' words.
 pub(crate) fn kernel_codec(codec: Codec) -> KernelCodec {
-    let group = codec.group as usize;
-    match codec.name {
-        CodecName::F32 => KernelCodec::F32,
-        CodecName::Bf16 => KernelCodec::Bf16,
-        CodecName::Q8 => KernelCodec::Q8 { group },
-        CodecName::Q4 => KernelCodec::Q4 { group },
-        CodecName::Mxfp4 => KernelCodec::Mxfp4,
-    }
+    KernelCodec::parse(codec.name.as_str(), codec.group as usize)
+        .expect("kernels know every format")
 }
 
 /// Rows and columns of a tensor as the kernels see it: a vector is one row.

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::ops::Deref;
 
+use half::{bf16, f16};
+
 /// The most dimensions a tensor may have. Weights have five at most (a 3-D convolution).
 pub const MAX_RANK: usize = 8;
 
@@ -26,6 +28,21 @@ impl Dtype {
             Self::F32 => 4,
             Self::F16 | Self::BF16 => 2,
             Self::U8 => 1,
+        }
+    }
+
+    /// Little-endian elements as f32, exactly. Bytes that do not make a whole element at the end are
+    /// left out.
+    pub fn decode(self, bytes: &[u8]) -> Vec<f32> {
+        let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+        match self {
+            Self::BF16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
+            Self::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
+            Self::F32 => {
+                let quads = bytes.chunks_exact(4);
+                quads.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+            }
+            Self::U8 => bytes.iter().map(|&b| f32::from(b)).collect(),
         }
     }
 

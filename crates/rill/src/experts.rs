@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use rill_format::container::{self, Container};
+use rill_format::container::Container;
 use rill_format::{
-    Checkpoint, ExpertDims, FormatError, TensorId, Waste, WasteExperts, WasteMatrix,
+    Checkpoint, ExpertDims, FormatError, TensorId, Waste, WasteExpert, WasteExperts, WasteMatrix,
 };
-use rill_kernels::{Codec, Matrix, Vq};
+use rill_kernels::{Codec, LayoutError, Matrix, Vq};
 
 use crate::config::{ExpertFormat, FfnKind, ModelConfig};
 use crate::describe::StoredExperts;
@@ -80,7 +80,7 @@ pub struct ExpertReads {
 
 /// Counts what is read. Nothing is ordered by the counters.
 #[derive(Debug, Default)]
-struct Counters {
+pub(crate) struct Counters {
     experts: AtomicU64,
     bytes: AtomicU64,
     read_ns: AtomicU64,
@@ -99,6 +99,53 @@ impl Counters {
             bytes: self.bytes.load(Ordering::Relaxed),
             read_ns: self.read_ns.load(Ordering::Relaxed),
         }
+    }
+}
+
+/// A source that reads one expert after another into the same buffer.
+pub(crate) trait OneByOne: Send + Sync {
+    /// Holds one expert's bytes.
+    type Buffer: Default;
+
+    fn counters(&self) -> &Counters;
+
+    /// Reads an expert and returns the bytes that took.
+    fn read(
+        &self,
+        layer: LayerIdx,
+        expert: ExpertId,
+        buffer: &mut Self::Buffer,
+    ) -> Result<u64, FormatError>;
+
+    /// The expert that [`read`](Self::read) has put into the buffer.
+    fn view<'b>(
+        &'b self,
+        layer: LayerIdx,
+        expert: ExpertId,
+        buffer: &'b Self::Buffer,
+    ) -> Result<Expert<'b>, ExpertError>;
+}
+
+impl<S: OneByOne> ExpertSource for S {
+    fn fetch(
+        &self,
+        layer: LayerIdx,
+        experts: &[ExpertId],
+        consume: &mut dyn FnMut(ExpertId, Expert<'_>),
+    ) -> Result<(), Error> {
+        let mut buffer = S::Buffer::default();
+        for &expert in experts {
+            let failed = |e: ExpertError| Error::Expert { layer, expert, source: Box::new(e) };
+            let start = Instant::now();
+            let bytes = self.read(layer, expert, &mut buffer).map_err(|e| failed(e.into()))?;
+            self.counters().add(bytes, start);
+            consume(expert, self.view(layer, expert, &buffer).map_err(failed)?);
+        }
+        Ok(())
+    }
+
+    fn reads(&self) -> ExpertReads {
+        self.counters().total()
     }
 }
 
@@ -197,13 +244,27 @@ impl CheckpointExperts {
         Self { checkpoint, layers, codec, shapes, counters: Counters::default() }
     }
 
+    fn tensors(&self, layer: LayerIdx, expert: ExpertId) -> &ExpertTensors {
+        &self.layers[layer.0][expert.0 as usize]
+    }
+}
+
+impl OneByOne for CheckpointExperts {
+    /// Gate, up, down: weights or nibbles, and scales.
+    type Buffer = [[Vec<u8>; 2]; 3];
+
+    fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
     fn read(
         &self,
-        tensors: &ExpertTensors,
-        out: &mut [[Vec<u8>; 2]; 3],
+        layer: LayerIdx,
+        expert: ExpertId,
+        buffer: &mut Self::Buffer,
     ) -> Result<u64, FormatError> {
         let mut bytes = 0;
-        for (&(codes, scales), out) in tensors.iter().zip(out) {
+        for (&(codes, scales), out) in self.tensors(layer, expert).iter().zip(buffer) {
             for (tensor, out) in [Some(codes), scales].into_iter().zip(out) {
                 let Some(tensor) = tensor else { continue };
                 let info = self.checkpoint.info(tensor);
@@ -215,47 +276,24 @@ impl CheckpointExperts {
         Ok(bytes)
     }
 
-    fn view<'a>(
-        &self,
-        tensors: &ExpertTensors,
-        bytes: &'a [[Vec<u8>; 2]; 3],
-    ) -> Result<Expert<'a>, ExpertError> {
+    fn view<'b>(
+        &'b self,
+        layer: LayerIdx,
+        expert: ExpertId,
+        buffer: &'b Self::Buffer,
+    ) -> Result<Expert<'b>, ExpertError> {
         let matrix = |i: usize| {
             let (rows, cols) = self.shapes[i];
-            let [codes, scales] = &bytes[i];
+            let [codes, scales] = &buffer[i];
             Matrix::new(self.codec, rows, cols, codes, scales).map_err(|source| {
                 // The shapes were checked, so what is wrong is in the scales, if there are any.
-                let (codes, scales) = tensors[i];
+                let (codes, scales) = self.tensors(layer, expert)[i];
                 let info = self.checkpoint.info(scales.unwrap_or(codes));
                 let file = self.checkpoint.folder().describe(info.shard);
                 ExpertError::Layout { file, tensor: info.name.to_owned(), source }
             })
         };
         Ok(Expert { gate: matrix(0)?, up: matrix(1)?, down: matrix(2)? })
-    }
-}
-
-impl ExpertSource for CheckpointExperts {
-    fn fetch(
-        &self,
-        layer: LayerIdx,
-        experts: &[ExpertId],
-        consume: &mut dyn FnMut(ExpertId, Expert<'_>),
-    ) -> Result<(), Error> {
-        let mut bytes = <[[Vec<u8>; 2]; 3]>::default();
-        for &expert in experts {
-            let tensors = &self.layers[layer.0][expert.0 as usize];
-            let failed = |e: ExpertError| Error::Expert { layer, expert, source: Box::new(e) };
-            let start = Instant::now();
-            let n = self.read(tensors, &mut bytes).map_err(|e| failed(e.into()))?;
-            self.counters.add(n, start);
-            consume(expert, self.view(tensors, &bytes).map_err(failed)?);
-        }
-        Ok(())
-    }
-
-    fn reads(&self) -> ExpertReads {
-        self.counters.total()
     }
 }
 
@@ -320,56 +358,46 @@ impl ContainerExperts {
     }
 }
 
-impl ExpertSource for ContainerExperts {
-    fn fetch(
+impl OneByOne for ContainerExperts {
+    /// One record.
+    type Buffer = Vec<u8>;
+
+    fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    fn read(
         &self,
         layer: LayerIdx,
-        experts: &[ExpertId],
-        consume: &mut dyn FnMut(ExpertId, Expert<'_>),
-    ) -> Result<(), Error> {
-        let Some(layout) = self.container.layout() else { return Ok(()) };
-        let mut record = vec![0; layout.record_bytes];
-        for &expert in experts {
-            let failed = |e: ExpertError| Error::Expert { layer, expert, source: Box::new(e) };
-            let start = Instant::now();
-            self.container
-                .read_record(layer.0 as u32, expert.0, true, &mut record)
-                .map_err(|e| failed(e.into()))?;
-            self.counters.add(record.len() as u64, start);
-            let matrix = |i: usize| {
-                let (codes, scales) = layout.matrix(&record, i);
-                let Shape { rows, cols, codec } = Shape::of(&layout.matrices[i]);
-                Matrix::new(codec, rows, cols, codes, scales).map_err(|source| {
-                    let file = self.container.folder().describe("");
-                    let tensor = ["gate", "up", "down"][i].to_owned();
-                    failed(ExpertError::Layout { file, tensor, source })
-                })
-            };
-            consume(expert, Expert { gate: matrix(0)?, up: matrix(1)?, down: matrix(2)? });
-        }
-        Ok(())
+        expert: ExpertId,
+        buffer: &mut Vec<u8>,
+    ) -> Result<u64, FormatError> {
+        buffer.resize(self.container.layout().map_or(0, |layout| layout.record_bytes), 0);
+        self.container.read_record(layer.0 as u32, expert.0, true, buffer)?;
+        Ok(buffer.len() as u64)
     }
 
-    fn reads(&self) -> ExpertReads {
-        self.counters.total()
+    fn view<'b>(
+        &'b self,
+        _layer: LayerIdx,
+        _expert: ExpertId,
+        buffer: &'b Vec<u8>,
+    ) -> Result<Expert<'b>, ExpertError> {
+        let layout = self.container.layout().ok_or(ExpertError::Missing)?;
+        let matrix = |i: usize| {
+            let stored = &layout.matrices[i];
+            let (rows, cols) = (stored.rows as usize, stored.cols as usize);
+            let (codes, scales) = layout.matrix(buffer, i);
+            Matrix::new(source::codec(stored.codec), rows, cols, codes, scales)
+                .map_err(|source| layout_error(self.container.folder().describe(""), i, source))
+        };
+        Ok(Expert { gate: matrix(0)?, up: matrix(1)?, down: matrix(2)? })
     }
 }
 
-/// A stored matrix in the kernels' words.
-struct Shape {
-    rows: usize,
-    cols: usize,
-    codec: Codec,
-}
-
-impl Shape {
-    fn of(matrix: &container::Matrix) -> Self {
-        Self {
-            rows: matrix.rows as usize,
-            cols: matrix.cols as usize,
-            codec: source::codec(matrix.codec),
-        }
-    }
+/// A matrix of a record that is none.
+fn layout_error(file: String, index: usize, source: LayoutError) -> ExpertError {
+    ExpertError::Layout { file, tensor: ["gate", "up", "down"][index].to_owned(), source }
 }
 
 /// Checks the routed experts of a `.waste` container.
@@ -443,49 +471,46 @@ impl WasteExpertSource {
     }
 }
 
-impl ExpertSource for WasteExpertSource {
-    fn fetch(
-        &self,
-        layer: LayerIdx,
-        experts: &[ExpertId],
-        consume: &mut dyn FnMut(ExpertId, Expert<'_>),
-    ) -> Result<(), Error> {
-        let (inter, width) = self.shapes[0];
-        let dims = ExpertDims { inter, width };
-        let mut record = Vec::new();
-        for &expert in experts {
-            let failed = |e: ExpertError| Error::Expert { layer, expert, source: Box::new(e) };
-            let start = Instant::now();
-            let found = self
-                .waste
-                .read_expert(layer.0 as u32, expert.0, dims, true, &mut record)
-                .map_err(|e| failed(e.into()))?;
-            self.counters.add(record.len() as u64, start);
-            let matrix = |i: usize, place: &WasteMatrix| {
-                let (rows, cols) = self.shapes[i];
-                let tables = self.tables.get(&place.first_codebook);
-                let tables = tables.map_or(&[][..], Vec::as_slice);
-                let (codes, scales) = (&record[place.codes.clone()], &record[place.scales.clone()]);
-                Matrix::with_tables(self.codec, rows, cols, codes, scales, tables).map_err(
-                    |source| {
-                        let file = self.waste.folder().describe("");
-                        let tensor = ["gate", "up", "down"][i].to_owned();
-                        failed(ExpertError::Layout { file, tensor, source })
-                    },
-                )
-            };
-            let expert_view = Expert {
-                gate: matrix(0, &found.gate)?,
-                up: matrix(1, &found.up)?,
-                down: matrix(2, &found.down)?,
-            };
-            consume(expert, expert_view);
-        }
-        Ok(())
+impl OneByOne for WasteExpertSource {
+    /// One record, and where its matrices are.
+    type Buffer = (Vec<u8>, Option<WasteExpert>);
+
+    fn counters(&self) -> &Counters {
+        &self.counters
     }
 
-    fn reads(&self) -> ExpertReads {
-        self.counters.total()
+    fn read(
+        &self,
+        layer: LayerIdx,
+        expert: ExpertId,
+        (record, place): &mut Self::Buffer,
+    ) -> Result<u64, FormatError> {
+        let (inter, width) = self.shapes[0];
+        let dims = ExpertDims { inter, width };
+        *place = Some(self.waste.read_expert(layer.0 as u32, expert.0, dims, true, record)?);
+        Ok(record.len() as u64)
+    }
+
+    fn view<'b>(
+        &'b self,
+        _layer: LayerIdx,
+        _expert: ExpertId,
+        (record, place): &'b Self::Buffer,
+    ) -> Result<Expert<'b>, ExpertError> {
+        let place = place.as_ref().ok_or(ExpertError::Missing)?;
+        let matrix = |i: usize, place: &WasteMatrix| {
+            let (rows, cols) = self.shapes[i];
+            // Without its codebooks a matrix has no tables, which is refused.
+            let tables = self.tables.get(&place.first_codebook).map_or(&[][..], Vec::as_slice);
+            let (codes, scales) = (&record[place.codes.clone()], &record[place.scales.clone()]);
+            Matrix::with_tables(self.codec, rows, cols, codes, scales, tables)
+                .map_err(|source| layout_error(self.waste.folder().describe(""), i, source))
+        };
+        Ok(Expert {
+            gate: matrix(0, &place.gate)?,
+            up: matrix(1, &place.up)?,
+            down: matrix(2, &place.down)?,
+        })
     }
 }
 

@@ -4,8 +4,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use half::f16;
-use rill_format::container::{self, CodecName, Container};
+use rill_format::container::{self, Container};
 use rill_format::{Checkpoint, Dtype, Folder, FormatError, Waste, WasteFormat};
 use rill_kernels::Codec;
 
@@ -241,17 +240,13 @@ impl Forms {
 
 /// Plain numbers of a small tensor, exactly; `None` for formats that have none.
 pub(crate) fn to_f32(form: Form, codes: &[u8]) -> Option<Vec<f32>> {
-    let pairs = || codes.chunks_exact(2).map(|b| [b[0], b[1]]);
-    Some(match form {
-        Form::Codec(Codec::Bf16) => {
-            pairs().map(|b| half::bf16::from_le_bytes(b).to_f32()).collect()
-        }
-        Form::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
-        Form::Codec(Codec::F32) => {
-            codes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-        }
+    let dtype = match form {
+        Form::Codec(Codec::F32) => Dtype::F32,
+        Form::Codec(Codec::Bf16) => Dtype::BF16,
+        Form::F16 => Dtype::F16,
         _ => return None,
-    })
+    };
+    Some(dtype.decode(codes))
 }
 
 impl WeightSource for Checkpoint {
@@ -469,16 +464,9 @@ impl WeightSource for Waste {
     }
 }
 
-/// The kernels' name for a container's format.
+/// A container's format in the kernels' words.
 pub(crate) fn codec(codec: container::Codec) -> Codec {
-    let group = codec.group as usize;
-    match codec.name {
-        CodecName::F32 => Codec::F32,
-        CodecName::Bf16 => Codec::Bf16,
-        CodecName::Q8 => Codec::Q8 { group },
-        CodecName::Q4 => Codec::Q4 { group },
-        CodecName::Mxfp4 => Codec::Mxfp4,
-    }
+    Codec::parse(codec.name.as_str(), codec.group as usize).expect("kernels know every format")
 }
 
 fn missing(name: &str, folder: String) -> FormatError {

@@ -128,3 +128,12 @@ fn a_reference_of_the_checkpoint_fits_its_lossless_container() {
     let found = compare(&open(dir.path()), &reference, Feed::Free).unwrap();
     assert!(found.logits.worst <= 2e-5, "{found:?}");
 }
+
+#[test]
+fn kernels_know_every_format_of_a_container() {
+    use rill_format::container::CodecName::{Bf16, F32, Mxfp4, Q4, Q8};
+    for name in [F32, Bf16, Q8, Q4, Mxfp4] {
+        let codec = rill_kernels::Codec::parse(name.as_str(), 128);
+        assert_eq!(codec.map(|c| c.name()), Some(name.as_str()));
+    }
+}

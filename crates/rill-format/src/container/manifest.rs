@@ -193,17 +193,22 @@ impl CodecName {
     pub(super) fn id(self) -> u8 {
         self as u8
     }
-}
 
-impl fmt::Display for Codec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.name {
+    /// The name as the manifest writes it.
+    pub fn as_str(self) -> &'static str {
+        match self {
             CodecName::F32 => "f32",
             CodecName::Bf16 => "bf16",
             CodecName::Q8 => "q8",
             CodecName::Q4 => "q4",
             CodecName::Mxfp4 => "mxfp4",
-        };
+        }
+    }
+}
+
+impl fmt::Display for Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = self.name.as_str();
         match self.group {
             0 => f.write_str(name),
             group => write!(f, "{name} in groups of {group}"),

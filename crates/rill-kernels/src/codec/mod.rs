@@ -78,6 +78,13 @@ impl Codec {
         }
     }
 
+    /// The format of this name, of those that can be written; `group` counts for grouped ones.
+    pub fn parse(name: &str, group: usize) -> Option<Self> {
+        let formats =
+            [Codec::F32, Codec::Bf16, Codec::Q8 { group }, Codec::Q4 { group }, Codec::Mxfp4];
+        formats.into_iter().find(|codec| codec.name() == name)
+    }
+
     /// Bytes that a matrix (rows, cols) takes, or why it cannot have this format.
     pub fn layout(&self, rows: usize, cols: usize) -> Result<Layout, LayoutError> {
         let too_large = LayoutError::TooLarge { rows, cols };
