@@ -119,6 +119,7 @@ impl Engine {
             return Err(Error::DoesNotFit { needed_bytes, available_bytes });
         }
         let stop_tokens = stop_tokens(&*source, &config)?;
+        source.verify_trunk()?;
         let threads = match options.threads {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,

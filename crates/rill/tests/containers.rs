@@ -91,6 +91,23 @@ fn a_changed_byte_ends_the_request_by_name_and_nothing_else() {
 }
 
 #[test]
+fn a_changed_byte_of_the_trunk_is_noticed_when_the_model_is_opened() {
+    let dir = convert("fixtures/k3-tiny", ExpertCodec::Source, TrunkCodec::Q8);
+    let path = dir.path().join("trunk.rill");
+    let good = std::fs::read(&path).unwrap();
+    for at in [0, good.len() / 3, good.len() - 1] {
+        let mut bad = good.clone();
+        bad[at] ^= 1;
+        std::fs::write(&path, &bad).unwrap();
+        let folder = Folder::Disk(dir.path().to_owned());
+        let error = Engine::open(folder, &EngineOptions::default()).err().expect("it is refused");
+        assert!(error.to_string().contains("trunk.rill"), "{error}");
+    }
+    std::fs::write(&path, &good).unwrap();
+    open(dir.path());
+}
+
+#[test]
 fn a_peers_container_agrees_with_float64_on_its_own_weights() {
     let folder = Folder::Disk(repository("fixtures/k3-tiny.waste"));
     let engine = Engine::open(folder.clone(), &EngineOptions::default()).expect("it opens");
