@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use rill_format::container::{Checksum, MANIFEST, Run, TrunkTensor, fingerprint, hex};
+use rill_format::container::{Checksum, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex};
 use rill_format::{Checkpoint, Dtype, TensorId, TensorInfo};
 use rill_kernels::{Codec, Matrix};
 
@@ -267,7 +267,7 @@ impl Job<'_> {
         let checksum = layout
             .check(&record, layer, expert, false)
             .expect("a record that was just sealed is right");
-        self.target.write_record(self.plan, bank, expert, &record)?;
+        self.target.write_record(bank, expert, &record)?;
         Ok(checksum)
     }
 }
@@ -329,8 +329,8 @@ impl RunWriter<'_> {
 struct Target {
     folder: PathBuf,
     trunk: OutFile,
-    /// Per bank.
-    banks: Vec<OutFile>,
+    /// Per bank and stripe: the file, and the bytes of each record that lie there.
+    banks: Vec<Vec<(OutFile, usize)>>,
     /// Held, and locked, until the end.
     _note: File,
     log: Mutex<OutFile>,
@@ -350,14 +350,29 @@ impl Target {
         if !begun && fs::read_dir(folder).map_err(|e| io_error("listing it", e))?.next().is_some() {
             return Err(ConvertError::NotEmpty { folder: name });
         }
+        for directory in &plan.manifest.directories {
+            let path = folder.join(directory);
+            fs::create_dir_all(&path).map_err(|e| self::io_error(&path, "making the folder", e))?;
+        }
+        let stripes = plan.banks().iter().flat_map(|bank| &bank.stripes);
+        if let Some(path) = stripes
+            .map(|stripe| stripe_path(folder, plan, stripe))
+            .find(|path| !begun && path.exists())
+        {
+            return Err(ConvertError::NotEmpty { folder: path.display().to_string() });
+        }
         let note = lock_note(folder, plan)?;
         check_space(folder, plan)?;
         let trunk = OutFile::open(folder.join(&plan.manifest.trunk.file), plan.trunk_bytes())?;
         let banks = plan.banks().iter().map(|bank| {
-            let bytes = plan.record_bytes() * u64::from(bank.experts);
-            OutFile::open(folder.join(&bank.stripes[0].file), bytes)
+            let open = |stripe: &Stripe| {
+                let path = stripe_path(folder, plan, stripe);
+                let bytes = stripe.bytes * u64::from(bank.experts);
+                Ok((OutFile::open(path, bytes)?, stripe.bytes as usize))
+            };
+            bank.stripes.iter().map(open).collect()
         });
-        let banks = banks.collect::<Result<_, _>>()?;
+        let banks = banks.collect::<Result<_, ConvertError>>()?;
         let log_path = folder.join(LOG);
         let log_text = fs::read_to_string(&log_path).unwrap_or_default();
         Ok(Self {
@@ -408,26 +423,32 @@ impl Target {
         expert: u32,
     ) -> Result<Option<u64>, ConvertError> {
         let layout = plan.layout.as_ref().expect("banks have a layout");
-        let mut record = vec![0; rill_format::container::HEADER_BYTES];
-        let position = u64::from(expert) * layout.record_bytes as u64;
-        // Most records of a fresh file are zeros: the header tells without reading the rest.
-        self.banks[bank].read_at(&mut record, position)?;
-        if record.iter().all(|&b| b == 0) {
-            return Ok(None);
+        let mut record = vec![0; layout.record_bytes];
+        let mut rest = &mut record[..];
+        for (index, (file, bytes)) in self.banks[bank].iter().enumerate() {
+            let first = index == 0;
+            let (part, after) = rest.split_at_mut(*bytes);
+            let position = u64::from(expert) * *bytes as u64;
+            // Most records of a fresh file are zeros: the start tells without reading the rest.
+            let start = part.len().min(rill_format::container::HEADER_BYTES);
+            file.read_at(&mut part[..start], position)?;
+            if part[..start].iter().all(|&b| b == 0) && first {
+                return Ok(None);
+            }
+            file.read_at(part, position)?;
+            rest = after;
         }
-        record.resize(layout.record_bytes, 0);
-        self.banks[bank].read_at(&mut record, position)?;
         Ok(layout.check(&record, plan.banks()[bank].layer, expert, true).ok())
     }
 
-    fn write_record(
-        &self,
-        plan: &Plan,
-        bank: usize,
-        expert: u32,
-        record: &[u8],
-    ) -> Result<(), ConvertError> {
-        self.banks[bank].write_at(record, u64::from(expert) * plan.record_bytes())
+    fn write_record(&self, bank: usize, expert: u32, record: &[u8]) -> Result<(), ConvertError> {
+        let mut rest = record;
+        for (file, bytes) in &self.banks[bank] {
+            let (part, after) = rest.split_at(*bytes);
+            file.write_at(part, u64::from(expert) * *bytes as u64)?;
+            rest = after;
+        }
+        Ok(())
     }
 
     /// Syncs everything and writes the manifest, which makes the folder a container.
@@ -438,8 +459,8 @@ impl Target {
             out.sync()?;
         }
         self.trunk.sync()?;
-        for bank in &self.banks {
-            bank.sync()?;
+        for (stripe, _) in self.banks.iter().flatten() {
+            stripe.sync()?;
         }
         let mut manifest = plan.manifest.clone();
         for (run, &checksum) in manifest.trunk.runs.iter_mut().zip(&state.run_checksums) {
@@ -507,16 +528,26 @@ fn parse_log(text: &str) -> HashMap<usize, u64> {
         .collect()
 }
 
-/// Refuses to begin what cannot be finished.
+/// Where a stripe lies.
+fn stripe_path(folder: &Path, plan: &Plan, stripe: &Stripe) -> PathBuf {
+    folder.join(&plan.manifest.directories[stripe.directory]).join(&stripe.file)
+}
+
+/// Refuses to begin what cannot be finished. Folders on one drive are not added up: then the disk
+/// fills up, and the conversion can be resumed.
 fn check_space(folder: &Path, plan: &Plan) -> Result<(), ConvertError> {
-    let Some(available_bytes) = available_bytes(folder) else { return Ok(()) };
-    let present = fs::read_dir(folder).map(|entries| {
-        entries.flatten().filter_map(|e| e.metadata().ok()).map(|m| allocated_bytes(&m)).sum()
-    });
-    let needed_bytes = plan.container_bytes().saturating_sub(present.unwrap_or(0u64));
-    if needed_bytes > available_bytes {
-        let folder = folder.display().to_string();
-        return Err(ConvertError::NoSpace { folder, needed_bytes, available_bytes });
+    for (directory, bytes) in plan.manifest.directories.iter().zip(plan.bytes_per_directory()) {
+        let folder = folder.join(directory);
+        let Some(available_bytes) = available_bytes(&folder) else { continue };
+        let present = fs::read_dir(&folder).map(|entries| {
+            let files = entries.flatten().filter_map(|e| e.metadata().ok());
+            files.map(|m| allocated_bytes(&m)).sum()
+        });
+        let needed_bytes = bytes.saturating_sub(present.unwrap_or(0u64));
+        if needed_bytes > available_bytes {
+            let folder = folder.display().to_string();
+            return Err(ConvertError::NoSpace { folder, needed_bytes, available_bytes });
+        }
     }
     Ok(())
 }

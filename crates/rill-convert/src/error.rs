@@ -67,6 +67,15 @@ pub enum ConvertError {
         available_bytes: u64,
     },
 
+    /// A folder that records cannot be spread over.
+    #[error("{folder}: {reason}")]
+    Placement {
+        /// The folder.
+        folder: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+
     /// The destination holds a finished container.
     #[error("{folder} is a container already; name another folder, or remove it first")]
     Exists {

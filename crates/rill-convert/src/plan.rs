@@ -1,6 +1,7 @@
 //! What a conversion will write, decided from headers alone.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use rill_format::container::{
     ALIGN, Bank, Codec, CodecName, Experts, MANIFEST, Manifest, Matrix, PART_ALIGN, RecordLayout,
@@ -125,6 +126,62 @@ impl Plan {
         })
     }
 
+    /// Spreads every record over further folders, each with a share of it in proportion to the
+    /// container's own folder, which counts 1. Shares are rounded to whole multiples of 16 KiB.
+    ///
+    /// # Errors
+    /// When a folder's path is not Unicode, or a share is not a positive number.
+    pub fn spread(mut self, folders: &[(PathBuf, f64)]) -> Result<Self, ConvertError> {
+        let refuse = |folder: &Path, reason: &str| ConvertError::Placement {
+            folder: folder.display().to_string(),
+            reason: reason.to_owned(),
+        };
+        for (folder, share) in folders {
+            if !(share.is_finite() && *share > 0.0) {
+                return Err(refuse(folder, "its share must be a positive number"));
+            }
+            // The manifest must find it from anywhere.
+            let absolute = std::path::absolute(folder);
+            let absolute = absolute.map_err(|_| refuse(folder, "its path cannot be resolved"))?;
+            let Some(path) = absolute.to_str() else {
+                return Err(refuse(folder, "its path is not Unicode, which the manifest needs"));
+            };
+            if self.manifest.directories.iter().any(|known| known == path) {
+                return Err(refuse(folder, "it is named twice"));
+            }
+            self.manifest.directories.push(path.to_owned());
+        }
+        if let Some(experts) = &mut self.manifest.experts {
+            let shares: Vec<f64> = [1.0].into_iter().chain(folders.iter().map(|f| f.1)).collect();
+            let units = divide(experts.record_bytes / ALIGN as u64, &shares);
+            for bank in &mut experts.banks {
+                let file = bank.stripes[0].file.clone();
+                let stripe = |(directory, &units): (usize, &u64)| Stripe {
+                    directory,
+                    file: file.clone(),
+                    bytes: units * ALIGN as u64,
+                };
+                let stripes = units.iter().enumerate().map(stripe);
+                bank.stripes = stripes.filter(|stripe| stripe.bytes > 0).collect();
+            }
+        }
+        let placed = serde_json::to_string(&self.manifest).expect("plain data serialises");
+        self.identity = hex(checksum(format!("{} {placed}", self.identity).as_bytes()));
+        Ok(self)
+    }
+
+    /// Bytes that go into each of the manifest's directories, the manifest not counted.
+    pub(crate) fn bytes_per_directory(&self) -> Vec<u64> {
+        let mut bytes = vec![0; self.manifest.directories.len()];
+        bytes[0] += self.container_bytes() - self.expert_bytes();
+        for bank in self.banks() {
+            for stripe in &bank.stripes {
+                bytes[stripe.directory] += stripe.bytes * u64::from(bank.experts);
+            }
+        }
+        bytes
+    }
+
     /// Bytes of the container, the manifest not counted.
     pub fn container_bytes(&self) -> u64 {
         let small: u64 = self.manifest.files.iter().map(|file| file.bytes).sum();
@@ -161,6 +218,19 @@ impl Plan {
 pub(crate) fn kernel_codec(codec: Codec) -> KernelCodec {
     KernelCodec::parse(codec.name.as_str(), codec.group as usize)
         .expect("kernels know every format")
+}
+
+/// Divides whole units by shares: rounded down, the rest to whom most is owed.
+fn divide(units: u64, shares: &[f64]) -> Vec<u64> {
+    let total: f64 = shares.iter().sum();
+    let exact: Vec<f64> = shares.iter().map(|share| units as f64 * share / total).collect();
+    let mut parts: Vec<u64> = exact.iter().map(|&part| part as u64).collect();
+    while parts.iter().sum::<u64>() < units {
+        let owed = |i: &usize| exact[*i] - parts[*i] as f64;
+        let most = (0..parts.len()).max_by(|a, b| owed(a).total_cmp(&owed(b)).then(b.cmp(a)));
+        parts[most.expect("there is at least one share")] += 1;
+    }
+    parts
 }
 
 /// Rows and columns of a tensor as the kernels see it: a vector is one row.

@@ -151,6 +151,69 @@ fn tear(path: &Path, at: usize) {
 }
 
 #[test]
+fn records_are_spread_over_folders_in_stated_proportions() {
+    let whole = tempfile::tempdir().unwrap();
+    run("fixtures/k3-tiny", (ExpertCodec::Q8, TrunkCodec::Source), whole.path(), 1).unwrap();
+    let own = tempfile::tempdir().unwrap();
+    let (b, c) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let checkpoint = source("fixtures/k3-tiny");
+    let plan = Plan::new(&checkpoint, ExpertCodec::Q8, TrunkCodec::Source).unwrap();
+    // k3-tiny's q8 records are 32 KiB: two units, of which `b` gets one and `c` none.
+    let folders = [(b.path().to_owned(), 1.0), (c.path().join("new"), 0.1)];
+    let plan = plan.spread(&folders).unwrap();
+    for stop_after in [30, usize::MAX] {
+        let done = AtomicUsize::new(0);
+        let progress = |_| match done.fetch_add(1, Ordering::Relaxed) {
+            n if n >= stop_after => ControlFlow::Break(()),
+            _ => ControlFlow::Continue(()),
+        };
+        let control = Control { jobs: 2, progress: &progress };
+        let result = convert(&checkpoint, &plan, own.path(), &control);
+        assert_eq!(result.is_ok(), stop_after == usize::MAX, "{result:?}");
+    }
+    check(own.path()).unwrap();
+    let container = Container::open(own.path().to_owned()).unwrap();
+    let reference = Container::open(whole.path().to_owned()).unwrap();
+    assert_eq!(container.manifest().fingerprint, reference.manifest().fingerprint);
+    let stripes: Vec<u64> = container.bank_list()[0].stripes.iter().map(|s| s.bytes).collect();
+    assert_eq!(stripes, [ALIGN as u64, ALIGN as u64]);
+    let (mut x, mut y) = (vec![0; 2 * ALIGN], vec![0; 2 * ALIGN]);
+    for (layer, expert) in [(1, 0), (4, 11), (8, 5)] {
+        container.read_record(layer, expert, true, &mut x).unwrap();
+        reference.read_record(layer, expert, true, &mut y).unwrap();
+        assert_eq!(x, y);
+    }
+    fs::remove_file(b.path().join("experts-00002.rill")).unwrap();
+    let error = Container::open(own.path().to_owned()).unwrap_err().to_string();
+    assert!(error.contains("experts-00002.rill"), "{error}");
+}
+
+#[test]
+fn impossible_placements_are_refused() {
+    let checkpoint = source("fixtures/k3-tiny");
+    let dir = tempfile::tempdir().unwrap();
+    let path = || dir.path().join("b");
+    let cases = [
+        (vec![(path(), 0.0)], "positive"),
+        (vec![(path(), f64::NAN)], "positive"),
+        (vec![(path(), 1.0), (path(), 2.0)], "twice"),
+    ];
+    for (folders, message) in cases {
+        let plan = Plan::new(&checkpoint, LOSSLESS.0, LOSSLESS.1).unwrap();
+        let error = plan.spread(&folders).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    }
+    // A folder with someone's file of the same name.
+    fs::write(dir.path().join("experts-00001.rill"), "precious").unwrap();
+    let plan = Plan::new(&checkpoint, ExpertCodec::Q8, TrunkCodec::Source).unwrap();
+    let plan = plan.spread(&[(dir.path().to_owned(), 1.0)]).unwrap();
+    let own = tempfile::tempdir().unwrap();
+    let result = convert(&checkpoint, &plan, own.path(), &Control { jobs: 1, progress: &go_on });
+    assert!(matches!(result, Err(ConvertError::NotEmpty { .. })), "{result:?}");
+    assert_eq!(fs::read(dir.path().join("experts-00001.rill")).unwrap(), b"precious");
+}
+
+#[test]
 fn every_byte_of_every_file_is_covered() {
     let dir = tempfile::tempdir().unwrap();
     run("fixtures/k3-tiny", LOSSLESS, dir.path(), 2).unwrap();
