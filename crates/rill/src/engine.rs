@@ -32,11 +32,14 @@ pub struct EngineOptions {
     pub prefill_chunk: usize,
     /// Which kernels to use.
     pub kernels: KernelChoice,
+    /// Bytes of memory that may be used; `None` asks the operating system what is free. A model
+    /// whose trunk takes more is refused.
+    pub memory_bytes: Option<u64>,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { threads: 0, prefill_chunk: 64, kernels: KernelChoice::Fastest }
+        Self { threads: 0, prefill_chunk: 64, kernels: KernelChoice::Fastest, memory_bytes: None }
     }
 }
 
@@ -113,7 +116,8 @@ impl Engine {
             session_bytes: Session::recurrent_bytes(&config),
         };
         let needed_bytes = summary.trunk_bytes + summary.session_bytes;
-        if let Some(available_bytes) = platform::available_memory_bytes()
+        if let Some(available_bytes) =
+            options.memory_bytes.or_else(platform::available_memory_bytes)
             && needed_bytes > available_bytes
         {
             return Err(Error::DoesNotFit { needed_bytes, available_bytes });

@@ -495,7 +495,12 @@ fn runs_deterministically(copy: &Copy, damaged: &str) -> Vec<f32> {
     };
     let engine = working(copy.folder());
     let logits = run(&engine);
-    let plain = EngineOptions { threads: 1, prefill_chunk: 1, kernels: KernelChoice::Scalar };
+    let plain = EngineOptions {
+        threads: 1,
+        prefill_chunk: 1,
+        kernels: KernelChoice::Scalar,
+        ..Default::default()
+    };
     let plain = Engine::open(copy.folder(), &plain).expect("the model opens");
     assert_eq!(canonical(&run(&plain)), canonical(&logits), "{damaged}");
 
