@@ -240,6 +240,11 @@ pub(crate) struct ConvertArgs {
     #[arg(short, long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) jobs: u16,
 
+    /// Spread every record over another drive as well: FOLDER=SHARE, where DST's share is 1; may be
+    /// given several times
+    #[arg(long, value_name = "FOLDER=SHARE", value_parser = share)]
+    pub(crate) spread: Vec<(PathBuf, f64)>,
+
     /// Only say how large it gets, from headers alone
     #[arg(long)]
     pub(crate) estimate: bool,
@@ -268,6 +273,14 @@ pub(crate) struct VerifyArgs {
     /// Threads that work; 0 means one per core
     #[arg(short, long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) jobs: u16,
+}
+
+fn share(text: &str) -> Result<(PathBuf, f64), String> {
+    let parts = text.rsplit_once('=').and_then(|(folder, share)| {
+        let share = share.parse().ok().filter(|s: &f64| s.is_finite() && *s > 0.0)?;
+        (!folder.is_empty()).then(|| (PathBuf::from(folder), share))
+    });
+    parts.ok_or_else(|| "expected a folder, = and a positive number, such as /mnt/b=0.5".to_owned())
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

@@ -30,7 +30,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
         Trunk::Q8 => TrunkCodec::Q8,
         Trunk::Q4 => TrunkCodec::Q4,
     };
-    let plan = Plan::new(&checkpoint, experts, trunk)?;
+    let plan = Plan::new(&checkpoint, experts, trunk)?.spread(&args.spread)?;
     if args.estimate {
         print(format!(
             "container   {}\ntrunk       {}\nexperts     {} in {} records of {}\nsource      {}\n",

@@ -132,6 +132,9 @@ impl Plan {
     /// # Errors
     /// When a folder's path is not Unicode, or a share is not a positive number.
     pub fn spread(mut self, folders: &[(PathBuf, f64)]) -> Result<Self, ConvertError> {
+        if folders.is_empty() {
+            return Ok(self);
+        }
         let refuse = |folder: &Path, reason: &str| ConvertError::Placement {
             folder: folder.display().to_string(),
             reason: reason.to_owned(),
