@@ -1,7 +1,6 @@
 //! `rill eval`: distributions, logits and perplexity.
 
 use std::fs;
-use std::path::Path;
 
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
@@ -201,7 +200,7 @@ fn a_dump_replaces_an_older_file_and_takes_ordinary_permissions() {
         use std::os::unix::fs::PermissionsExt;
         let usual = folder.path().join("usual");
         fs::write(&usual, "").unwrap();
-        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode();
+        let mode = |path: &std::path::Path| fs::metadata(path).unwrap().permissions().mode();
         assert_eq!(mode(&here), mode(&usual));
     }
 }

@@ -1,11 +1,10 @@
 //! Standard output and standard error that do not take what is written.
 #![cfg(unix)]
 
-use std::fs::File;
 use std::io::Read;
 use std::process::Stdio;
 
-use crate::common::{ANSWER, QUESTION, command, ended};
+use crate::common::command;
 
 #[test]
 fn a_reader_that_stops_reading_ends_the_program_without_noise() {
@@ -19,33 +18,40 @@ fn a_reader_that_stops_reading_ends_the_program_without_noise() {
     assert_eq!(output.status.code(), Some(0));
 }
 
+/// Where there is a device that is always full.
 #[cfg(target_os = "linux")]
-#[test]
-fn a_full_disk_under_standard_output_is_a_failure() {
-    for args in [
-        &["run", QUESTION][..],
-        &["eval", "x"],
-        &["eval", "x", "--json"],
-        &["tokenize", "x"],
-        &["detokenize", "1"],
-        &["info"],
-        &["info", "--json"],
-        &["selftest"],
-    ] {
-        let mut command = command(args);
-        let full = File::options().write(true).open("/dev/full").unwrap();
-        let message = ended(command.stdout(full)).failed();
-        assert!(message.contains("cannot write standard output: "), "{args:?}: {message}");
-    }
-}
+mod full {
+    use std::fs::File;
+    use std::process::Stdio;
 
-#[cfg(target_os = "linux")]
-#[test]
-fn statistics_that_nobody_can_read_do_not_spoil_the_answer() {
-    let mut command = command(["run", QUESTION]);
-    command.stdout(Stdio::piped());
-    let full = File::options().write(true).open("/dev/full").unwrap();
-    let output = command.stderr(full).spawn().unwrap().wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(0));
-    assert_eq!(String::from_utf8(output.stdout).unwrap(), ANSWER);
+    use crate::common::{ANSWER, QUESTION, command, ended};
+
+    #[test]
+    fn a_full_disk_under_standard_output_is_a_failure() {
+        for args in [
+            &["run", QUESTION][..],
+            &["eval", "x"],
+            &["eval", "x", "--json"],
+            &["tokenize", "x"],
+            &["detokenize", "1"],
+            &["info"],
+            &["info", "--json"],
+            &["selftest"],
+        ] {
+            let mut command = command(args);
+            let full = File::options().write(true).open("/dev/full").unwrap();
+            let message = ended(command.stdout(full)).failed();
+            assert!(message.contains("cannot write standard output: "), "{args:?}: {message}");
+        }
+    }
+
+    #[test]
+    fn statistics_that_nobody_can_read_do_not_spoil_the_answer() {
+        let mut command = command(["run", QUESTION]);
+        command.stdout(Stdio::piped());
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let output = command.stderr(full).spawn().unwrap().wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0));
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), ANSWER);
+    }
 }
