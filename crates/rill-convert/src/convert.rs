@@ -15,12 +15,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use rill_format::container::{Checksum, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex};
-use rill_format::{Checkpoint, Dtype, TensorId, TensorInfo};
-use rill_kernels::{Codec, Matrix};
+use rill_format::container::{
+    self, Checksum, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex,
+};
+use rill_kernels::Matrix;
 
 use crate::error::ConvertError;
-use crate::plan::{Plan, kernel_codec, rows_and_cols};
+use crate::plan::Plan;
+use crate::source::{ConvertSource, Form, SourceTensor, StoredBytes, kernel_codec};
 
 const NOTE: &str = "convert.json";
 const LOG: &str = "convert.log";
@@ -46,14 +48,14 @@ pub struct Control<'a> {
     pub progress: &'a (dyn Fn(Progress) -> ControlFlow<()> + Sync),
 }
 
-/// Converts a checkpoint into the folder `destination`.
+/// Converts a checkpoint or a container into the folder `destination`.
 ///
 /// Peak memory is about one expert's source and record plus 32 MB for each job.
 ///
 /// # Errors
 /// See [`ConvertError`]; after any of them the same call goes on where it stopped.
 pub fn convert(
-    checkpoint: &Checkpoint,
+    source: &dyn ConvertSource,
     plan: &Plan,
     destination: &Path,
     control: &Control<'_>,
@@ -61,7 +63,7 @@ pub fn convert(
     let target = Target::prepare(destination, plan)?;
     let tasks = target.tasks(plan);
     let job = Job {
-        checkpoint,
+        source,
         plan,
         target: &target,
         control,
@@ -104,7 +106,7 @@ enum Task {
 
 /// What the workers share.
 struct Job<'a> {
-    checkpoint: &'a Checkpoint,
+    source: &'a dyn ConvertSource,
     plan: &'a Plan,
     target: &'a Target,
     control: &'a Control<'a>,
@@ -175,7 +177,7 @@ impl Job<'_> {
     fn write_run(&self, index: usize, run: &Run) -> Result<u64, ConvertError> {
         let mut out =
             RunWriter { target: self.target, base: run.offset, at: 0, sum: Checksum::default() };
-        for (tensor, &source) in run.tensors.iter().zip(&self.plan.run_sources[index]) {
+        for (tensor, source) in run.tensors.iter().zip(&self.plan.run_sources[index]) {
             out.pad_to(tensor.offset)?;
             let scales = self.write_codes(tensor, source, &mut out)?;
             if !scales.is_empty() {
@@ -191,28 +193,21 @@ impl Job<'_> {
     fn write_codes(
         &self,
         tensor: &TrunkTensor,
-        source: TensorId,
+        source: &SourceTensor,
         out: &mut RunWriter<'_>,
     ) -> Result<Vec<u8>, ConvertError> {
-        let info = self.checkpoint.info(source);
-        let codec = kernel_codec(tensor.codec);
-        let (rows, cols) = rows_and_cols(&info.shape);
-        let row_bytes = cols * info.dtype.size();
-        let rows_per_piece = (PIECE_BYTES / row_bytes.max(1)).max(1);
+        let (rows, cols) = source.rows_and_cols();
+        // As if every weight took four bytes: the most it can take on either side.
+        let rows_per_piece = (PIECE_BYTES / (4 * cols).max(1)).max(1);
         let mut scales = Vec::new();
         let mut row = 0;
         while row < rows {
             let n = rows_per_piece.min(rows - row);
-            let mut bytes = vec![0; (n * row_bytes) as usize];
-            self.checkpoint.read_range_into(source, row * row_bytes, &mut bytes)?;
-            if stored_as_is(codec, info.dtype) {
-                out.write(&bytes)?;
-            } else {
-                let weights = info.dtype.decode(&bytes);
-                let piece = encode(codec, &info, row, cols as usize, &weights)?;
-                out.write(&piece.0)?;
-                scales.extend(piece.1);
-            }
+            let stored = self.source.read_rows(source, row, n)?;
+            let piece =
+                transcode(source.form, tensor.codec, cols as usize, stored, &tensor.name, row)?;
+            out.write(&piece.0)?;
+            scales.extend(piece.1);
             row += n;
         }
         Ok(scales)
@@ -221,46 +216,18 @@ impl Job<'_> {
     /// Builds one record, writes it and returns its payload's checksum.
     fn write_record(&self, bank: usize, expert: u32) -> Result<u64, ConvertError> {
         let layout = self.plan.layout.as_ref().expect("banks have a layout");
+        let sources = self.plan.expert_sources.as_ref().expect("banks have sources");
         let mut record = vec![0; layout.record_bytes];
-        let sources = &self.plan.expert_sources[bank][expert as usize];
-        for (index, [codes, scales]) in sources.iter().enumerate() {
-            let codes = codes.expect("the plan checked that it is there");
-            let info = self.checkpoint.info(codes);
+        let parts = self.source.read_expert(sources, bank, expert)?;
+        for (index, stored) in parts.into_iter().enumerate() {
             let matrix = &layout.matrices[index];
-            let (rows, cols) = (matrix.rows as usize, matrix.cols as usize);
-            let codec = kernel_codec(matrix.codec);
-            let code_bytes = self.checkpoint.read(codes)?;
-            let scale_bytes = match scales {
-                Some(id) => self.checkpoint.read(*id)?,
-                None => Vec::new(),
-            };
+            let name = sources.name(bank, expert, index);
+            let form = sources.matrices[index].form;
+            let cols = matrix.cols as usize;
+            let (codes, scales) = transcode(form, matrix.codec, cols, stored, &name, 0)?;
             let (code_part, scale_part) = layout.matrix_mut(&mut record, index);
-            if info.dtype == Dtype::U8 {
-                // Checks the scales as well: NaN must not get into a container.
-                let source =
-                    Matrix::new(Codec::Mxfp4, rows, cols, &code_bytes, &scale_bytes).map_err(
-                        |source| ConvertError::Layout { tensor: info.name.to_owned(), source },
-                    )?;
-                if codec == Codec::Mxfp4 {
-                    code_part.copy_from_slice(&code_bytes);
-                    scale_part.copy_from_slice(&scale_bytes);
-                } else {
-                    let mut weights = vec![0.0; rows * cols];
-                    for (r, row) in weights.chunks_exact_mut(cols).enumerate() {
-                        source.decode_row(r, row);
-                    }
-                    let (codes, scales) = encode(codec, &info, 0, cols, &weights)?;
-                    code_part.copy_from_slice(&codes);
-                    scale_part.copy_from_slice(&scales);
-                }
-            } else if stored_as_is(codec, info.dtype) {
-                code_part.copy_from_slice(&code_bytes);
-            } else {
-                let weights = info.dtype.decode(&code_bytes);
-                let (codes, scales) = encode(codec, &info, 0, cols, &weights)?;
-                code_part.copy_from_slice(&codes);
-                scale_part.copy_from_slice(&scales);
-            }
+            code_part.copy_from_slice(&codes);
+            scale_part.copy_from_slice(&scales);
         }
         let layer = self.plan.banks()[bank].layer;
         layout.seal(&mut record, layer, expert);
@@ -272,30 +239,33 @@ impl Job<'_> {
     }
 }
 
-/// Whether a tensor's bytes are its codes already.
-fn stored_as_is(codec: Codec, dtype: Dtype) -> bool {
-    matches!((codec, dtype), (Codec::F32, Dtype::F32) | (Codec::Bf16, Dtype::BF16))
-}
-
-/// Codes and scales of some rows; `first_row` is for messages.
-fn encode(
-    codec: Codec,
-    info: &TensorInfo<'_>,
-    first_row: u64,
+/// Codes and scales of some rows in another format, or as they are when it is the same;
+/// `first_row` is for messages.
+fn transcode(
+    form: Form,
+    codec: container::Codec,
     cols: usize,
-    weights: &[f32],
-) -> Result<(Vec<u8>, Vec<u8>), ConvertError> {
+    (codes, scales): StoredBytes,
+    tensor: &str,
+    first_row: u64,
+) -> Result<StoredBytes, ConvertError> {
+    let layout_error = |source| ConvertError::Layout { tensor: tensor.to_owned(), source };
+    let target = kernel_codec(codec);
+    let row = target.layout(1, cols).map_err(layout_error)?;
+    if form.is(codec) {
+        // Checks the scales as well: NaN must not get into a container.
+        let rows = codes.len() / row.codes.max(1);
+        Matrix::new(target, rows, cols, &codes, &scales).map_err(layout_error)?;
+        return Ok((codes, scales));
+    }
+    let weights = form.decode(cols, &codes, &scales).map_err(layout_error)?;
     let rows = weights.len() / cols.max(1);
-    let layout = codec
-        .layout(rows, cols)
-        .map_err(|source| ConvertError::Layout { tensor: info.name.to_owned(), source })?;
-    let (mut codes, mut scales) = (vec![0; layout.codes], vec![0; layout.scales]);
-    let (code_bytes, scale_bytes) = (layout.codes / rows.max(1), layout.scales / rows.max(1));
-    for (r, row) in weights.chunks_exact(cols.max(1)).enumerate() {
-        let codes = &mut codes[r * code_bytes..][..code_bytes];
-        let scales = &mut scales[r * scale_bytes..][..scale_bytes];
-        codec.encode_row(row, codes, scales).map_err(|source| ConvertError::Encode {
-            tensor: info.name.to_owned(),
+    let (mut codes, mut scales) = (vec![0; rows * row.codes], vec![0; rows * row.scales]);
+    for (r, weights) in weights.chunks_exact(cols.max(1)).enumerate() {
+        let codes = &mut codes[r * row.codes..][..row.codes];
+        let scales = &mut scales[r * row.scales..][..row.scales];
+        target.encode_row(weights, codes, scales).map_err(|source| ConvertError::Encode {
+            tensor: tensor.to_owned(),
             row: first_row + r as u64,
             source,
         })?;

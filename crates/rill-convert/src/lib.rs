@@ -1,4 +1,4 @@
-//! Published checkpoints to `.rill` containers.
+//! Published checkpoints, or other containers, to `.rill` containers.
 //!
 //! [`Plan::new`] decides from headers alone what goes where and how large it gets; [`convert`]
 //! carries a plan out. A conversion can be killed at any moment and run again: it goes on where
@@ -9,9 +9,11 @@ mod convert;
 mod error;
 mod place;
 mod plan;
+mod source;
 mod verify;
 
 pub use convert::{Control, Progress, convert};
 pub use error::ConvertError;
 pub use plan::{ExpertCodec, Plan, TrunkCodec};
+pub use source::{ConvertSource, SourceExperts, SourceTensor, StoredBytes};
 pub use verify::verify;

@@ -1,10 +1,10 @@
 //! What goes where, in which format.
 
 use rill_format::container::{Codec, CodecName};
-use rill_format::{Dtype, TensorInfo};
 
 use crate::error::ConvertError;
 use crate::plan::TrunkCodec;
+use crate::source::SourceTensor;
 
 /// Inputs that share a scale in the trunk.
 pub(crate) const GROUP: u32 = 128;
@@ -100,32 +100,26 @@ pub(crate) fn class(name: &str, shape: &[u64]) -> Class {
 
 /// The stored format of a tensor of the trunk.
 pub(crate) fn trunk_codec(
-    tensor: &TensorInfo<'_>,
+    tensor: &SourceTensor,
     option: TrunkCodec,
 ) -> Result<Codec, ConvertError> {
-    let grouped = |name| Codec { name, group: GROUP };
-    let as_published = match tensor.dtype {
-        Dtype::BF16 => Codec { name: CodecName::Bf16, group: 0 },
-        // f16 has no kernels of its own; f32 holds it exactly.
-        Dtype::F32 | Dtype::F16 => Codec { name: CodecName::F32, group: 0 },
-        Dtype::U8 => {
-            return Err(ConvertError::Tensor {
-                tensor: tensor.name.to_owned(),
+    let grouped = |name| Ok(Codec { name, group: GROUP });
+    match (class(&tensor.name, &tensor.shape), option) {
+        (Class::Small | Class::Router, _) | (_, TrunkCodec::Source) => {
+            tensor.form.as_published().ok_or_else(|| ConvertError::Tensor {
+                tensor: tensor.name.clone(),
                 reason: format!(
-                    "stored as {} in {}, which only routed experts are; this is not a checkpoint \
-                     of a supported model",
-                    tensor.dtype, tensor.shard
+                    "stored as {} in {}, which only routed experts are; this is not a model that \
+                     can be converted",
+                    tensor.form, tensor.file
                 ),
-            });
+            })
         }
-    };
-    Ok(match (class(tensor.name, &tensor.shape), option) {
-        (Class::Small | Class::Router, _) | (_, TrunkCodec::Source) => as_published,
         (Class::Ends | Class::Vision, _) | (Class::Matrix, TrunkCodec::Q8) => {
             grouped(CodecName::Q8)
         }
         (Class::Matrix, TrunkCodec::Q4) => grouped(CodecName::Q4),
-    })
+    }
 }
 
 fn is_vision(name: &str) -> bool {

@@ -4,15 +4,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use rill_format::container::{
-    ALIGN, Bank, Codec, CodecName, Experts, MANIFEST, Manifest, Matrix, PART_ALIGN, RecordLayout,
-    Run, SmallFile, Stripe, Trunk, TrunkTensor, checksum, hex,
+    ALIGN, Bank, Codec, CodecName, Experts, Manifest, Matrix, PART_ALIGN, RecordLayout, Run,
+    SmallFile, Stripe, Trunk, TrunkTensor, checksum, hex,
 };
-use rill_format::{Checkpoint, Dtype, TensorId};
-use rill_kernels::Codec as KernelCodec;
 use serde::{Deserialize, Serialize};
 
 use crate::error::ConvertError;
-use crate::place::{ExpertKey, GROUP, RunKey, expert_key, run_key, trunk_codec};
+use crate::place::{GROUP, RunKey, run_key, trunk_codec};
+use crate::source::{ConvertSource, SourceExperts, SourceTensor, kernel_codec};
 
 /// Format of routed experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,40 +61,32 @@ pub struct Plan {
     /// Contents of the small files, in the manifest's order.
     pub(crate) small_files: Vec<Vec<u8>>,
     /// Source of each tensor of each run, in the manifest's order.
-    pub(crate) run_sources: Vec<Vec<TensorId>>,
-    /// Per bank and expert: gate, up, down; codes (or plain weights), scales.
-    pub(crate) expert_sources: Vec<Vec<[[Option<TensorId>; 2]; 3]>>,
+    pub(crate) run_sources: Vec<Vec<SourceTensor>>,
+    /// Where the routed experts come from.
+    pub(crate) expert_sources: Option<SourceExperts>,
     /// Identifies source and options, so that only the same conversion is resumed.
     pub(crate) identity: String,
 }
 
 impl Plan {
-    /// Plans the conversion of a checkpoint.
+    /// Plans the conversion of a checkpoint or of another container.
     ///
     /// # Errors
     /// When tensors are missing, of unequal shape across experts, or cannot have the format.
     pub fn new(
-        checkpoint: &Checkpoint,
+        source: &dyn ConvertSource,
         experts: ExpertCodec,
         trunk: TrunkCodec,
     ) -> Result<Self, ConvertError> {
-        let mut runs: BTreeMap<RunKey, Vec<TensorId>> = BTreeMap::new();
-        let mut expert_tensors: BTreeMap<ExpertKey, TensorId> = BTreeMap::new();
-        for tensor in checkpoint.iter() {
-            match expert_key(tensor.name) {
-                None => runs.entry(run_key(tensor.name)).or_default().push(tensor.id),
-                Some(key) => {
-                    expert_tensors.insert(key, tensor.id);
-                }
-            }
-        }
-        let (trunk_section, run_sources) = plan_trunk(checkpoint, trunk, runs)?;
-        let (expert_section, layout, expert_sources) =
-            plan_experts(checkpoint, experts, &expert_tensors)?;
+        let (trunk_section, run_sources) = plan_trunk(source.trunk(), trunk)?;
+        let expert_sources = source.experts()?;
+        let planned = expert_sources.as_ref().map(|s| plan_experts(s, experts)).transpose()?;
+        let (expert_section, layout) = planned.unzip();
+        let folder = source.folder();
         let mut files = Vec::new();
         let mut small_files = Vec::new();
-        for name in SMALL_FILES.into_iter().filter(|name| checkpoint.folder().exists(name)) {
-            let bytes = checkpoint.folder().read(name, MAX_SMALL_BYTES)?;
+        for name in SMALL_FILES.into_iter().filter(|name| folder.exists(name)) {
+            let bytes = folder.read(name, MAX_SMALL_BYTES)?;
             files.push(SmallFile {
                 name: name.to_owned(),
                 bytes: bytes.len() as u64,
@@ -113,7 +104,8 @@ impl Plan {
             experts: expert_section,
             checksum: String::new(),
         };
-        let identity = identity(checkpoint, &manifest);
+        let planned = serde_json::to_string(&manifest).expect("plain data serialises");
+        let identity = hex(checksum(format!("{} {planned}", source.identity()).as_bytes()));
         Ok(Self {
             experts,
             trunk,
@@ -217,12 +209,6 @@ impl Plan {
     }
 }
 
-/// A container's format in the kernels' words.
-pub(crate) fn kernel_codec(codec: Codec) -> KernelCodec {
-    KernelCodec::parse(codec.name.as_str(), codec.group as usize)
-        .expect("kernels know every format")
-}
-
 /// Divides whole units by shares: rounded down, the rest to whom most is owed.
 fn divide(units: u64, shares: &[f64]) -> Vec<u64> {
     let total: f64 = shares.iter().sum();
@@ -236,37 +222,31 @@ fn divide(units: u64, shares: &[f64]) -> Vec<u64> {
     parts
 }
 
-/// Rows and columns of a tensor as the kernels see it: a vector is one row.
-pub(crate) fn rows_and_cols(shape: &[u64]) -> (u64, u64) {
-    match shape {
-        [rows, cols] => (*rows, *cols),
-        shape => (1, shape.iter().product()),
-    }
-}
-
 fn plan_trunk(
-    checkpoint: &Checkpoint,
+    tensors: Vec<SourceTensor>,
     option: TrunkCodec,
-    runs: BTreeMap<RunKey, Vec<TensorId>>,
-) -> Result<(Trunk, Vec<Vec<TensorId>>), ConvertError> {
+) -> Result<(Trunk, Vec<Vec<SourceTensor>>), ConvertError> {
+    let mut runs: BTreeMap<RunKey, Vec<SourceTensor>> = BTreeMap::new();
+    for tensor in tensors {
+        runs.entry(run_key(&tensor.name)).or_default().push(tensor);
+    }
     let mut trunk =
         Trunk { directory: 0, file: "trunk.rill".to_owned(), bytes: 0, runs: Vec::new() };
     let mut sources = Vec::new();
-    for (key, mut ids) in runs {
-        // By name, so that the order does not depend on how the source is cut into shards.
-        ids.sort_by_key(|&id| checkpoint.info(id).name);
+    for (key, mut run) in runs {
+        // By name, so that the order does not depend on how the source is cut into files.
+        run.sort_by(|a, b| a.name.cmp(&b.name));
         let mut end = 0u64;
         let mut tensors = Vec::new();
-        for &id in &ids {
-            let info = checkpoint.info(id);
-            let codec = trunk_codec(&info, option)?;
-            let (rows, cols) = rows_and_cols(&info.shape);
+        for source in &run {
+            let codec = trunk_codec(source, option)?;
+            let (rows, cols) = source.rows_and_cols();
             let layout = kernel_codec(codec).layout(rows as usize, cols as usize);
             let layout = layout
-                .map_err(|source| ConvertError::Layout { tensor: info.name.to_owned(), source })?;
+                .map_err(|e| ConvertError::Layout { tensor: source.name.clone(), source: e })?;
             let tensor = TrunkTensor {
-                name: info.name.to_owned(),
-                shape: info.shape.to_vec(),
+                name: source.name.clone(),
+                shape: source.shape.clone(),
                 codec,
                 offset: end.next_multiple_of(PART_ALIGN as u64),
                 code_bytes: layout.codes as u64,
@@ -287,46 +267,30 @@ fn plan_trunk(
             tensors,
         });
         trunk.bytes += bytes;
-        sources.push(ids);
+        sources.push(run);
     }
     Ok((trunk, sources))
 }
 
-type ExpertSources = Vec<Vec<[[Option<TensorId>; 2]; 3]>>;
-
 fn plan_experts(
-    checkpoint: &Checkpoint,
+    source: &SourceExperts,
     option: ExpertCodec,
-    tensors: &BTreeMap<ExpertKey, TensorId>,
-) -> Result<(Option<Experts>, Option<RecordLayout>, ExpertSources), ConvertError> {
-    let Some((&first, _)) = tensors.first_key_value() else {
-        return Ok((None, None, Vec::new()));
-    };
-    // Every expert must have the matrices of the first.
-    let find = |key: ExpertKey| tensors.get(&key).map(|&id| checkpoint.info(id));
+) -> Result<(Experts, RecordLayout), ConvertError> {
     let mut matrices = Vec::new();
-    for matrix in 0..3 {
-        let codes = find(ExpertKey { matrix, scales: false, ..first });
-        let codes = codes.ok_or_else(|| missing(first, matrix))?;
-        let packed = codes.dtype == Dtype::U8;
-        let (rows, mut cols) = rows_and_cols(&codes.shape);
-        if packed {
-            cols *= 2;
-        }
-        let grouped = |name| Codec { name, group: GROUP };
-        let codec = match (option, codes.dtype) {
-            (ExpertCodec::Source, Dtype::U8) => Codec { name: CodecName::Mxfp4, group: 0 },
-            (ExpertCodec::Source, Dtype::BF16) => Codec { name: CodecName::Bf16, group: 0 },
-            (ExpertCodec::Source, _) => Codec { name: CodecName::F32, group: 0 },
-            (ExpertCodec::Q8, _) => grouped(CodecName::Q8),
-            (ExpertCodec::Q4, _) => grouped(CodecName::Q4),
+    for (index, matrix) in source.matrices.iter().enumerate() {
+        let name = || source.name(0, 0, index);
+        let codec = match option {
+            ExpertCodec::Source => {
+                matrix.form.as_published().expect("bytes are the codes of a packed form")
+            }
+            ExpertCodec::Q8 => Codec { name: CodecName::Q8, group: GROUP },
+            ExpertCodec::Q4 => Codec { name: CodecName::Q4, group: GROUP },
         };
-        let layout = kernel_codec(codec).layout(rows as usize, cols as usize);
-        let layout = layout
-            .map_err(|source| ConvertError::Layout { tensor: codes.name.to_owned(), source })?;
+        let layout = kernel_codec(codec).layout(matrix.rows as usize, matrix.cols as usize);
+        let layout = layout.map_err(|source| ConvertError::Layout { tensor: name(), source })?;
         matrices.push(Matrix {
-            rows,
-            cols,
+            rows: matrix.rows,
+            cols: matrix.cols,
             codec,
             code_bytes: layout.codes as u64,
             scale_bytes: layout.scales as u64,
@@ -334,115 +298,20 @@ fn plan_experts(
     }
     let matrices: [Matrix; 3] = matrices.try_into().expect("three were made");
     let layout = RecordLayout::new(matrices.clone()).ok_or_else(|| ConvertError::Tensor {
-        tensor: expert_name(first),
+        tensor: source.name(0, 0, 0),
         reason: "its record is larger than can be addressed".to_owned(),
     })?;
-
-    let mut banks: Vec<Bank> = Vec::new();
-    let mut sources: ExpertSources = Vec::new();
-    for (&key, &id) in tensors {
-        if banks.last().is_none_or(|bank| bank.layer != key.layer) {
-            banks.push(Bank {
-                layer: key.layer,
-                experts: 0,
-                stripes: vec![Stripe {
-                    directory: 0,
-                    file: format!("experts-{:05}.rill", key.layer),
-                    bytes: layout.record_bytes as u64,
-                }],
-            });
-            sources.push(Vec::new());
-        }
-        let (bank, experts) =
-            (banks.last_mut().expect("just made"), sources.last_mut().expect("just made"));
-        if key.expert as usize > experts.len() {
-            return Err(missing(ExpertKey { expert: experts.len() as u32, ..key }, 0));
-        }
-        if key.expert as usize == experts.len() {
-            experts.push([[None; 2]; 3]);
-            bank.experts += 1;
-        }
-        experts[key.expert as usize][key.matrix][usize::from(key.scales)] = Some(id);
-        check_shape(checkpoint, key, id, &matrices[key.matrix], first, tensors)?;
-    }
-    for (bank, experts) in banks.iter().zip(&sources) {
-        for (expert, parts) in experts.iter().enumerate() {
-            for (matrix, [codes, scales]) in parts.iter().enumerate() {
-                let packed = codes.is_some_and(|id| checkpoint.info(id).dtype == Dtype::U8);
-                if codes.is_none() || (packed && scales.is_none()) {
-                    let key = ExpertKey {
-                        layer: bank.layer,
-                        expert: expert as u32,
-                        matrix,
-                        scales: codes.is_some(),
-                    };
-                    return Err(missing(key, matrix));
-                }
-            }
-        }
-    }
-    let [gate, up, down] = matrices;
     let record_bytes = layout.record_bytes as u64;
-    Ok((Some(Experts { gate, up, down, record_bytes, banks }), Some(layout), sources))
-}
-
-/// Every expert must have the type and shape of the first.
-fn check_shape(
-    checkpoint: &Checkpoint,
-    key: ExpertKey,
-    id: TensorId,
-    matrix: &Matrix,
-    first: ExpertKey,
-    tensors: &BTreeMap<ExpertKey, TensorId>,
-) -> Result<(), ConvertError> {
-    let info = checkpoint.info(id);
-    let model = tensors.get(&ExpertKey { matrix: key.matrix, scales: key.scales, ..first });
-    let model = model.map(|&id| checkpoint.info(id));
-    let same = model.is_some_and(|m| m.dtype == info.dtype && m.shape == info.shape);
-    // Scales are one byte for 32 inputs.
-    let fits =
-        !key.scales || (info.dtype == Dtype::U8 && *info.shape == [matrix.rows, matrix.cols / 32]);
-    if same && fits {
-        return Ok(());
-    }
-    Err(ConvertError::Tensor {
-        tensor: info.name.to_owned(),
-        reason: format!(
-            "has shape {} of {} in {}, which does not go with the other experts; fetch the \
-             checkpoint again",
-            info.shape, info.dtype, info.shard
-        ),
-    })
-}
-
-fn missing(key: ExpertKey, matrix: usize) -> ConvertError {
-    ConvertError::Tensor {
-        tensor: expert_name(ExpertKey { matrix, ..key }),
-        reason: "missing; the checkpoint is incomplete, fetch it again".to_owned(),
-    }
-}
-
-fn expert_name(key: ExpertKey) -> String {
-    let matrix = ["w1", "w3", "w2"][key.matrix];
-    format!(
-        "model.layers.{}.block_sparse_moe.experts.{}.{matrix}{}",
-        key.layer,
-        key.expert,
-        if key.scales { ".weight_scale" } else { "" }
-    )
-}
-
-/// A digest of everything in the source's headers and of what will be made of it.
-fn identity(checkpoint: &Checkpoint, manifest: &Manifest) -> String {
-    let mut digest = rill_format::container::Checksum::default();
-    for tensor in checkpoint.iter() {
-        digest.update(
-            format!("{} {} {} {}\n", tensor.name, tensor.dtype, tensor.shape, tensor.shard)
-                .as_bytes(),
-        );
-    }
-    let manifest = serde_json::to_string(manifest).expect("plain data serialises");
-    digest.update(manifest.as_bytes());
-    debug_assert_ne!(MANIFEST, "");
-    hex(digest.finish())
+    let bank = |&(layer, experts): &(u32, u32)| Bank {
+        layer,
+        experts,
+        stripes: vec![Stripe {
+            directory: 0,
+            file: format!("experts-{layer:05}.rill"),
+            bytes: record_bytes,
+        }],
+    };
+    let banks = source.banks.iter().map(bank).collect();
+    let [gate, up, down] = matrices;
+    Ok((Experts { gate, up, down, record_bytes, banks }, layout))
 }

@@ -189,6 +189,29 @@ fn records_are_spread_over_folders_in_stated_proportions() {
 }
 
 #[test]
+fn a_container_is_converted_into_another_one() {
+    let convert_from = |from: &Path, codecs: (ExpertCodec, TrunkCodec)| {
+        let container = Container::open(from.to_owned()).expect("it is a container");
+        let plan = Plan::new(&container, codecs.0, codecs.1).expect("it can be planned");
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        convert(&container, &plan, dir.path(), &Control { jobs: 2, progress: &go_on })
+            .expect("it converts");
+        dir
+    };
+    for path in ["fixtures/k3-tiny", "fixtures/kimi-linear-tiny"] {
+        let lossless = tempfile::tempdir().unwrap();
+        run(path, LOSSLESS, lossless.path(), 2).unwrap();
+        let small = tempfile::tempdir().unwrap();
+        run(path, SMALL, small.path(), 2).unwrap();
+        // By way of a lossless container, or not: the same bytes.
+        assert_eq!(files(convert_from(lossless.path(), LOSSLESS).path()), files(lossless.path()));
+        assert_eq!(files(convert_from(lossless.path(), SMALL).path()), files(small.path()));
+        // And a small one stays as it is.
+        assert_eq!(files(convert_from(small.path(), LOSSLESS).path()), files(small.path()));
+    }
+}
+
+#[test]
 fn impossible_placements_are_refused() {
     let checkpoint = source("fixtures/k3-tiny");
     let dir = tempfile::tempdir().unwrap();
