@@ -32,7 +32,7 @@ pub(crate) enum Command {
     Info(InfoArgs),
     /// Prove this installation against the built-in reference values
     Selftest(SelftestArgs),
-    /// Turn a published checkpoint into a .rill container
+    /// Turn a published checkpoint, or another container, into a .rill container
     Convert(ConvertArgs),
     /// Check every byte of a .rill container
     Verify(VerifyArgs),
@@ -220,7 +220,7 @@ pub(crate) fn token_id(text: &str) -> Result<u32, String> {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ConvertArgs {
-    /// Folder of a Kimi checkpoint as published
+    /// Folder of a Kimi checkpoint as published, or of a .rill container
     #[arg(value_name = "SRC")]
     pub(crate) source: PathBuf,
 

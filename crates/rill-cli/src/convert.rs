@@ -7,19 +7,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use rill::{Checkpoint, Folder, read_config};
-use rill_convert::{Control, ConvertError, ExpertCodec, Plan, Progress, TrunkCodec};
+use rill::Checkpoint;
+use rill_convert::{Control, ConvertError, ConvertSource, ExpertCodec, Plan, Progress, TrunkCodec};
 use rill_format::container::Container;
 
 use crate::args::{ConvertArgs, Experts, Trunk, VerifyArgs};
+use crate::model;
 use crate::output::{Outcome, bytes, interrupt_flag, note, print};
 
 pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
-    let folder = Folder::Disk(args.source.clone());
+    let folder = model::folder(Some(&args.source))?;
     // A container of a model that cannot be run would be found out hours later.
-    let config = read_config(&folder)?;
-    let checkpoint = Checkpoint::open(folder)?;
-    rill::Engine::check(&checkpoint, &config)?;
+    let about = rill::describe(folder.clone())?;
+    let source: Box<dyn ConvertSource> = match Container::is_container(&args.source) {
+        true => Box::new(Container::open(args.source.clone())?),
+        false => Box::new(Checkpoint::open(folder)?),
+    };
     let experts = match args.experts {
         Experts::Source => ExpertCodec::Source,
         Experts::Q8 => ExpertCodec::Q8,
@@ -30,7 +33,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
         Trunk::Q8 => TrunkCodec::Q8,
         Trunk::Q4 => TrunkCodec::Q4,
     };
-    let plan = Plan::new(&checkpoint, experts, trunk)?.spread(&args.spread)?;
+    let plan = Plan::new(&*source, experts, trunk)?.spread(&args.spread)?;
     if args.estimate {
         print(format!(
             "container   {}\ntrunk       {}\nexperts     {} in {} records of {}\nsource      {}\n",
@@ -39,7 +42,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
             bytes(plan.expert_bytes()),
             plan.n_experts(),
             bytes(plan.record_bytes()),
-            bytes(checkpoint.payload_bytes()),
+            bytes(about.payload_bytes),
         ))?;
         return Ok(Outcome::Done);
     }
@@ -49,7 +52,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
     let interrupted = interrupt_flag()?;
     let meter = Meter::new(&interrupted);
     let control = Control { jobs: jobs(args.jobs), progress: &|p| meter.tell(p) };
-    let result = rill_convert::convert(&checkpoint, &plan, destination, &control);
+    let result = rill_convert::convert(&*source, &plan, destination, &control);
     meter.end();
     match result {
         Err(ConvertError::Cancelled) => {
