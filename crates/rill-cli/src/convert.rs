@@ -13,7 +13,7 @@ use rill_format::container::Container;
 
 use crate::args::{ConvertArgs, Experts, Trunk, VerifyArgs};
 use crate::model;
-use crate::output::{Outcome, bytes, interrupt_flag, note, print};
+use crate::output::{Outcome, bytes, interrupt_flag, note, print, status};
 
 pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
     let folder = model::folder(Some(&args.source))?;
@@ -71,6 +71,8 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
 }
 
 pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
+    // Says so when it is no folder at all.
+    model::folder(Some(&args.path))?;
     let container = Container::open(args.path.clone())?;
     let interrupted = interrupt_flag()?;
     let meter = Meter::new(&interrupted);
@@ -127,7 +129,7 @@ impl<'a> Meter<'a> {
             let done = (progress.done_bytes - progress.resumed_bytes) as f64;
             let rate = done / seconds;
             let left = (progress.total_bytes - progress.done_bytes) as f64 / rate.max(1.0);
-            eprint!(
+            status(&format!(
                 "\r{} of {}, {:.2} GB/s, {}:{:02}:{:02} left   ",
                 bytes(progress.done_bytes),
                 bytes(progress.total_bytes),
@@ -135,7 +137,7 @@ impl<'a> Meter<'a> {
                 left as u64 / 3600,
                 left as u64 / 60 % 60,
                 left as u64 % 60,
-            );
+            ));
         }
         ControlFlow::Continue(())
     }
@@ -143,7 +145,7 @@ impl<'a> Meter<'a> {
     /// Clears the line.
     fn end(&self) {
         if self.shown {
-            eprint!("\r{:70}\r", "");
+            status(&format!("\r{:70}\r", ""));
         }
     }
 }

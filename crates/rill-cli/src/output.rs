@@ -26,6 +26,11 @@ pub(crate) fn note(line: &str) {
     let _ = writeln!(io::stderr(), "{line}");
 }
 
+/// Writes part of a line to standard error, as [`note`] does.
+pub(crate) fn status(text: &str) {
+    let _ = write!(io::stderr(), "{text}");
+}
+
 /// Whether an error is only that whoever read our output has stopped reading, as `head` does.
 pub(crate) fn reader_went_away(error: &anyhow::Error) -> bool {
     let io = error.chain().find_map(|e| e.downcast_ref::<io::Error>());

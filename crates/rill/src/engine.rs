@@ -450,7 +450,7 @@ const TOKEN_NAMES: &str = "tokenizer_config.json";
 
 pub(crate) fn config_of(source: &dyn WeightSource) -> Result<ModelConfig, Error> {
     let bytes = required_file(source, CONFIG, MAX_JSON_BYTES)?;
-    parse_config(&bytes, format!("{CONFIG} in {}", source.folder()))
+    parse_config(&bytes, format!("{}{CONFIG}", source.folder()))
 }
 
 fn parse_config(bytes: &[u8], file: String) -> Result<ModelConfig, Error> {

@@ -177,6 +177,10 @@ pub enum ExpertError {
     /// The source of experts left it out.
     #[error("the source of experts did not deliver it")]
     Missing,
+
+    /// The source of experts delivered matrices of another model.
+    #[error("the source of experts delivered matrices that do not fit the model")]
+    Shape,
 }
 
 fn gigabytes(bytes: u64) -> String {

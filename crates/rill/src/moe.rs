@@ -7,7 +7,7 @@ use rill_kernels::{Kernels, Matrix};
 use crate::compute::Compute;
 use crate::config::{Activation, ModelConfig, MoeConfig};
 use crate::error::{Error, ExpertError};
-use crate::experts::{ExpertId, ExpertSource, LayerIdx};
+use crate::experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 use crate::weights::{Mlp, Moe};
 
 /// The experts of one layer that `n` tokens chose.
@@ -121,7 +121,12 @@ fn routed_experts(
     // the sum is taken in ascending order of id afterwards.
     let mut results = vec![0.0; n * top_k * width];
     let mut delivered = vec![false; wanted.len()];
+    let mut misfit = None;
     source.fetch(layer, &wanted, &mut |id, expert| {
+        if !fits(config, width, &expert) {
+            misfit = Some(id);
+            return;
+        }
         let places: Vec<usize> =
             (0..routing.ids.len()).filter(|&i| routing.ids[i] == id.0).collect();
         let inputs: Vec<f32> =
@@ -135,6 +140,9 @@ fn routed_experts(
             delivered[index] = true;
         }
     })?;
+    if let Some(expert) = misfit {
+        return Err(Error::Expert { layer, expert, source: Box::new(ExpertError::Shape) });
+    }
     if let Some(index) = delivered.iter().position(|done| !done) {
         let source = Box::new(ExpertError::Missing);
         return Err(Error::Expert { layer, expert: wanted[index], source });
@@ -146,6 +154,13 @@ fn routed_experts(
         compute.kernels.axpy(routing.weights[i], result, token);
     }
     Ok(y)
+}
+
+/// Whether an expert has the model's shapes, on which the kernels rely.
+fn fits(config: &ModelConfig, width: usize, expert: &Expert<'_>) -> bool {
+    let inner = config.moe.intermediate_size;
+    let is = |matrix: &Matrix<'_>, rows, cols| (matrix.rows(), matrix.cols()) == (rows, cols);
+    is(&expert.gate, inner, width) && is(&expert.up, inner, width) && is(&expert.down, width, inner)
 }
 
 /// `down · act(gate · x, up · x)`: `x` (n, width) → (n, width).

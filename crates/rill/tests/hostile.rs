@@ -623,6 +623,7 @@ enum Mischief {
     DeliversUnwanted,
     LeavesOutTheLast,
     DeliversNothing,
+    SwapsUpAndDown,
     FailsAtOnce,
     FailsHalfWay,
 }
@@ -672,6 +673,9 @@ impl ExpertSource for Unruly {
                 self.inner.fetch(layer, &experts[..experts.len() - 1], consume)
             }
             Mischief::DeliversNothing => Ok(()),
+            Mischief::SwapsUpAndDown => self.inner.fetch(layer, experts, &mut |id, expert| {
+                consume(id, Expert { gate: expert.gate, up: expert.down, down: expert.up });
+            }),
             Mischief::FailsAtOnce => broken(),
             Mischief::FailsHalfWay => {
                 self.inner.fetch(layer, &experts[..experts.len() / 2], consume)?;
@@ -724,6 +728,7 @@ fn experts_that_do_not_come_fail_the_request_and_nothing_else() {
         for mischief in [
             Mischief::LeavesOutTheLast,
             Mischief::DeliversNothing,
+            Mischief::SwapsUpAndDown,
             Mischief::FailsAtOnce,
             Mischief::FailsHalfWay,
         ] {
@@ -740,6 +745,9 @@ fn experts_that_do_not_come_fail_the_request_and_nothing_else() {
                     Mischief::LeavesOutTheLast | Mischief::DeliversNothing,
                     Error::Expert { layer: LayerIdx(2), source, .. },
                 ) => assert!(matches!(**source, ExpertError::Missing), "{source:?}"),
+                (Mischief::SwapsUpAndDown, Error::Expert { layer: LayerIdx(2), source, .. }) => {
+                    assert!(matches!(**source, ExpertError::Shape), "{source:?}")
+                }
                 (
                     Mischief::FailsAtOnce | Mischief::FailsHalfWay,
                     Error::Format(FormatError::MissingFile { .. }),
