@@ -11,10 +11,11 @@ use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use rill_format::Folder;
 use rill_format::container::{
     self, Checksum, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex,
 };
@@ -60,7 +61,8 @@ pub fn convert(
     destination: &Path,
     control: &Control<'_>,
 ) -> Result<(), ConvertError> {
-    let target = Target::prepare(destination, plan)?;
+    check_apart(&source.folder(), destination, plan)?;
+    let Some(target) = Target::prepare(destination, plan)? else { return Ok(()) };
     let tasks = target.tasks(plan);
     let job = Job {
         source,
@@ -204,8 +206,7 @@ impl Job<'_> {
         while row < rows {
             let n = rows_per_piece.min(rows - row);
             let stored = self.source.read_rows(source, row, n)?;
-            let piece =
-                transcode(source.form, tensor.codec, cols as usize, stored, &tensor.name, row)?;
+            let piece = transcode(source.form, tensor.codec, cols as usize, stored, &tensor.name, row)?;
             out.write(&piece.0)?;
             scales.extend(piece.1);
             row += n;
@@ -309,14 +310,15 @@ struct Target {
 }
 
 impl Target {
-    fn prepare(folder: &Path, plan: &Plan) -> Result<Self, ConvertError> {
+    /// Opens or makes the files; `None` when the container is whole already.
+    fn prepare(folder: &Path, plan: &Plan) -> Result<Option<Self>, ConvertError> {
         let name = folder.display().to_string();
         let io_error = |doing, source| ConvertError::Io { file: name.clone(), doing, source };
         fs::create_dir_all(folder).map_err(|e| io_error("making the folder", e))?;
-        if folder.join(MANIFEST).exists() {
+        let begun = folder.join(NOTE).exists();
+        if !begun && folder.join(MANIFEST).exists() {
             return Err(ConvertError::Exists { folder: name });
         }
-        let begun = folder.join(NOTE).exists();
         if !begun && fs::read_dir(folder).map_err(|e| io_error("listing it", e))?.next().is_some() {
             return Err(ConvertError::NotEmpty { folder: name });
         }
@@ -331,8 +333,14 @@ impl Target {
         {
             return Err(ConvertError::NotEmpty { folder: path.display().to_string() });
         }
-        let note = lock_note(folder, plan)?;
+        // Before the note, which would commit the folder to a plan that does not fit.
         check_space(folder, plan)?;
+        let note = lock_note(folder, plan)?;
+        if folder.join(MANIFEST).exists() {
+            // Killed with nothing left to do but this, or another process has just ended.
+            remove_notes(folder)?;
+            return Ok(None);
+        }
         let trunk = OutFile::open(folder.join(&plan.manifest.trunk.file), plan.trunk_bytes())?;
         let banks = plan.banks().iter().map(|bank| {
             let open = |stripe: &Stripe| {
@@ -345,14 +353,14 @@ impl Target {
         let banks = banks.collect::<Result<_, ConvertError>>()?;
         let log_path = folder.join(LOG);
         let log_text = fs::read_to_string(&log_path).unwrap_or_default();
-        Ok(Self {
+        Ok(Some(Self {
             folder: folder.to_owned(),
             trunk,
             banks,
             _note: note,
             log: Mutex::new(OutFile::append(log_path)?),
             finished_runs: parse_log(&log_text),
-        })
+        }))
     }
 
     fn tasks(&self, plan: &Plan) -> Vec<Task> {
@@ -447,13 +455,52 @@ impl Target {
         let rename = fs::rename(&aside.path, &path);
         rename.map_err(|e| io_error(&path, "moving the manifest into place", e))?;
         sync_folder(&self.folder)?;
-        // The container is whole; a left-over note would only puzzle.
-        for note in [LOG, NOTE] {
-            let path = self.folder.join(note);
-            fs::remove_file(&path).map_err(|e| io_error(&path, "removing it", e))?;
-        }
-        Ok(())
+        remove_notes(&self.folder)
     }
+}
+
+/// Refuses a destination inside the source: a published checkpoint must survive whatever becomes of
+/// its conversion.
+fn check_apart(source: &Folder, destination: &Path, plan: &Plan) -> Result<(), ConvertError> {
+    let Folder::Disk(source) = source else { return Ok(()) };
+    let Ok(source) = fs::canonicalize(source) else { return Ok(()) };
+    for directory in &plan.manifest.directories {
+        let folder = destination.join(directory);
+        if resolve(&folder).starts_with(&source) {
+            let (folder, source) = (folder.display().to_string(), source.display().to_string());
+            return Err(ConvertError::InSource { folder, source_folder: source });
+        }
+    }
+    Ok(())
+}
+
+/// Where a folder lies or would lie, links resolved.
+fn resolve(folder: &Path) -> PathBuf {
+    let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
+    let there = folder.ancestors().find_map(|there| Some((there, fs::canonicalize(there).ok()?)));
+    let Some((there, mut resolved)) = there else { return folder };
+    for part in folder.strip_prefix(there).expect("an ancestor is a prefix").components() {
+        match part {
+            // Out of a folder that is not there yet, so no link.
+            Component::ParentDir => drop(resolved.pop()),
+            part => resolved.push(part),
+        }
+    }
+    resolved
+}
+
+/// The container is whole; left-over notes would only puzzle.
+fn remove_notes(folder: &Path) -> Result<(), ConvertError> {
+    for note in [LOG, NOTE] {
+        let path = folder.join(note);
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                return Err(io_error(&path, "removing it", e));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Opens or makes the note that names the plan, and locks it.

@@ -76,6 +76,18 @@ pub enum ConvertError {
         reason: String,
     },
 
+    /// The destination is the source, or inside it.
+    #[error(
+        "{folder} is in the source's own folder {source_folder}, which is never written to; name \
+         another folder"
+    )]
+    InSource {
+        /// The destination.
+        folder: String,
+        /// The source's folder.
+        source_folder: String,
+    },
+
     /// The destination holds a finished container.
     #[error("{folder} is a container already; name another folder, or remove it first")]
     Exists {
