@@ -7,6 +7,7 @@ use rill_format::container::{
     ALIGN, Bank, Codec, CodecName, Experts, Manifest, Matrix, PART_ALIGN, RecordLayout, Run,
     SmallFile, Stripe, Trunk, TrunkTensor, checksum, hex,
 };
+use rill_kernels::{Layout, LayoutError};
 use serde::{Deserialize, Serialize};
 
 use crate::error::ConvertError;
@@ -222,6 +223,26 @@ fn divide(units: u64, shares: &[f64]) -> Vec<u64> {
     parts
 }
 
+/// Most weights of a tensor of the trunk and of an expert's matrix that make sense; with these, the
+/// largest container that a manifest can describe still has a size below 2^64 bytes.
+const MAX_TENSOR_WEIGHTS: u64 = 1 << 40;
+const MAX_EXPERT_WEIGHTS: u64 = 1 << 32;
+
+/// Bytes of a matrix, which a container that lies may say is of any shape.
+fn layout(
+    codec: Codec,
+    (rows, cols): (u64, u64),
+    max_weights: u64,
+    tensor: &str,
+) -> Result<Layout, ConvertError> {
+    let layout_error = |source| ConvertError::Layout { tensor: tensor.to_owned(), source };
+    let (n, m) = (rows as usize, cols as usize);
+    if rows.max(1).checked_mul(cols.max(1)).is_none_or(|weights| weights > max_weights) {
+        return Err(layout_error(LayoutError::TooLarge { rows: n, cols: m }));
+    }
+    kernel_codec(codec).layout(n, m).map_err(layout_error)
+}
+
 fn plan_trunk(
     tensors: Vec<SourceTensor>,
     option: TrunkCodec,
@@ -241,9 +262,7 @@ fn plan_trunk(
         for source in &run {
             let codec = trunk_codec(source, option)?;
             let (rows, cols) = source.rows_and_cols();
-            let layout = kernel_codec(codec).layout(rows as usize, cols as usize);
-            let layout = layout
-                .map_err(|e| ConvertError::Layout { tensor: source.name.clone(), source: e })?;
+            let layout = layout(codec, (rows, cols), MAX_TENSOR_WEIGHTS, &source.name)?;
             let tensor = TrunkTensor {
                 name: source.name.clone(),
                 shape: source.shape.clone(),
@@ -286,8 +305,8 @@ fn plan_experts(
             ExpertCodec::Q8 => Codec { name: CodecName::Q8, group: GROUP },
             ExpertCodec::Q4 => Codec { name: CodecName::Q4, group: GROUP },
         };
-        let layout = kernel_codec(codec).layout(matrix.rows as usize, matrix.cols as usize);
-        let layout = layout.map_err(|source| ConvertError::Layout { tensor: name(), source })?;
+        let shape = (matrix.rows, matrix.cols);
+        let layout = layout(codec, shape, MAX_EXPERT_WEIGHTS, &name())?;
         matrices.push(Matrix {
             rows: matrix.rows,
             cols: matrix.cols,

@@ -5,7 +5,7 @@ use std::fmt;
 
 use rill_format::container::{self, CodecName, Container};
 use rill_format::{Checkpoint, Dtype, Folder, FormatError, TensorId};
-use rill_kernels::{Codec, Matrix};
+use rill_kernels::{Codec, LayoutError, Matrix};
 
 use crate::error::ConvertError;
 use crate::place::{ExpertKey, expert_key};
@@ -20,6 +20,9 @@ pub trait ConvertSource: Sync {
 
     /// A digest of what is there, so that only the same conversion is resumed.
     fn identity(&self) -> String;
+
+    /// Checks the bytes that are not checked as they are read.
+    fn check(&self) -> Result<(), FormatError>;
 
     /// Every tensor that is not a routed expert.
     fn trunk(&self) -> Vec<SourceTensor>;
@@ -59,7 +62,8 @@ impl SourceTensor {
     pub(crate) fn rows_and_cols(&self) -> (u64, u64) {
         match self.shape[..] {
             [rows, cols] => (rows, cols),
-            _ => (1, self.shape.iter().product()),
+            // A product beyond 64 bits is too large for any format.
+            _ => (1, self.shape.iter().fold(1, |n: u64, &dim| n.saturating_mul(dim))),
         }
     }
 }
@@ -116,18 +120,24 @@ impl Form {
         self != Form::Plain(Dtype::F16) && self.as_published() == Some(codec)
     }
 
-    /// Plain numbers of some rows.
+    /// Plain numbers of some rows, which must be exactly these.
     pub(crate) fn decode(
         self,
+        rows: usize,
         cols: usize,
         codes: &[u8],
         scales: &[u8],
-    ) -> Result<Vec<f32>, rill_kernels::LayoutError> {
+    ) -> Result<Vec<f32>, LayoutError> {
         match self {
-            Form::Plain(dtype) => Ok(dtype.decode(codes)),
+            Form::Plain(dtype) => {
+                let expected = rows * cols * dtype.size() as usize;
+                if codes.len() != expected {
+                    let (format, part, found) = ("plain", "weights", codes.len());
+                    return Err(LayoutError::Length { format, part, rows, cols, expected, found });
+                }
+                Ok(dtype.decode(codes))
+            }
             Form::Packed(codec) => {
-                let row_bytes = kernel_codec(codec).layout(1, cols)?.codes;
-                let rows = codes.len() / row_bytes.max(1);
                 let matrix = Matrix::new(kernel_codec(codec), rows, cols, codes, scales)?;
                 let mut weights = vec![0.0; rows * cols];
                 for (r, row) in weights.chunks_exact_mut(cols.max(1)).enumerate() {
@@ -165,6 +175,11 @@ impl ConvertSource for Checkpoint {
             digest.update(line.as_bytes());
         }
         container::hex(digest.finish())
+    }
+
+    fn check(&self) -> Result<(), FormatError> {
+        // A published checkpoint has no checksums.
+        Ok(())
     }
 
     fn trunk(&self) -> Vec<SourceTensor> {
@@ -292,6 +307,11 @@ impl ConvertSource for Container {
         self.manifest().fingerprint.clone()
     }
 
+    fn check(&self) -> Result<(), FormatError> {
+        // Records are checked when they are read.
+        self.manifest().trunk.runs.iter().try_for_each(|run| self.verify_run(run))
+    }
+
     fn trunk(&self) -> Vec<SourceTensor> {
         let tensors = self.manifest().trunk.runs.iter().flat_map(|run| &run.tensors);
         let tensor = |t: &container::TrunkTensor| SourceTensor {
@@ -311,6 +331,14 @@ impl ConvertSource for Container {
     ) -> Result<StoredBytes, FormatError> {
         let rows = tensor.rows_and_cols().0.max(1);
         let part = |scales: bool, bytes: u64| {
+            if !bytes.is_multiple_of(rows) {
+                return Err(FormatError::Container {
+                    file: self.folder().describe(container::MANIFEST),
+                    what: format!("the bytes of tensor {:?}", tensor.name),
+                    expected: format!("a multiple of its {rows} rows"),
+                    found: bytes.to_string(),
+                });
+            }
             let row_bytes = bytes / rows;
             let mut out = vec![0; (n * row_bytes) as usize];
             self.read_part(&tensor.name, scales, first * row_bytes, &mut out)?;
