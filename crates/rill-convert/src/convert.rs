@@ -62,6 +62,7 @@ pub fn convert(
     control: &Control<'_>,
 ) -> Result<(), ConvertError> {
     check_apart(&source.folder(), destination, plan)?;
+    source.check()?;
     let Some(target) = Target::prepare(destination, plan)? else { return Ok(()) };
     let tasks = target.tasks(plan);
     let job = Job {
@@ -206,7 +207,7 @@ impl Job<'_> {
         while row < rows {
             let n = rows_per_piece.min(rows - row);
             let stored = self.source.read_rows(source, row, n)?;
-            let piece = transcode(source.form, tensor.codec, cols as usize, stored, &tensor.name, row)?;
+            let piece = transcode(source.form, tensor.codec, (n, cols), stored, &tensor.name, row)?;
             out.write(&piece.0)?;
             scales.extend(piece.1);
             row += n;
@@ -224,8 +225,8 @@ impl Job<'_> {
             let matrix = &layout.matrices[index];
             let name = sources.name(bank, expert, index);
             let form = sources.matrices[index].form;
-            let cols = matrix.cols as usize;
-            let (codes, scales) = transcode(form, matrix.codec, cols, stored, &name, 0)?;
+            let shape = (matrix.rows, matrix.cols);
+            let (codes, scales) = transcode(form, matrix.codec, shape, stored, &name, 0)?;
             let (code_part, scale_part) = layout.matrix_mut(&mut record, index);
             code_part.copy_from_slice(&codes);
             scale_part.copy_from_slice(&scales);
@@ -245,22 +246,21 @@ impl Job<'_> {
 fn transcode(
     form: Form,
     codec: container::Codec,
-    cols: usize,
+    (rows, cols): (u64, u64),
     (codes, scales): StoredBytes,
     tensor: &str,
     first_row: u64,
 ) -> Result<StoredBytes, ConvertError> {
     let layout_error = |source| ConvertError::Layout { tensor: tensor.to_owned(), source };
     let target = kernel_codec(codec);
+    let (rows, cols) = (rows as usize, cols as usize);
     let row = target.layout(1, cols).map_err(layout_error)?;
     if form.is(codec) {
         // Checks the scales as well: NaN must not get into a container.
-        let rows = codes.len() / row.codes.max(1);
         Matrix::new(target, rows, cols, &codes, &scales).map_err(layout_error)?;
         return Ok((codes, scales));
     }
-    let weights = form.decode(cols, &codes, &scales).map_err(layout_error)?;
-    let rows = weights.len() / cols.max(1);
+    let weights = form.decode(rows, cols, &codes, &scales).map_err(layout_error)?;
     let (mut codes, mut scales) = (vec![0; rows * row.codes], vec![0; rows * row.scales]);
     for (r, weights) in weights.chunks_exact(cols.max(1)).enumerate() {
         let codes = &mut codes[r * row.codes..][..row.codes];
