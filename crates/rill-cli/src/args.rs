@@ -270,6 +270,15 @@ pub(crate) struct VerifyArgs {
     #[arg(value_name = "PATH")]
     pub(crate) path: PathBuf,
 
+    /// Folder of the checkpoint or container it was made from: also measure how far the weights are
+    /// from that
+    #[arg(long, value_name = "SRC")]
+    pub(crate) source: Option<PathBuf>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
     /// Threads that work; 0 means one per core
     #[arg(short, long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) jobs: u16,

@@ -2,14 +2,19 @@
 
 use std::io::IsTerminal;
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use rill::Checkpoint;
-use rill_convert::{Control, ConvertError, ConvertSource, ExpertCodec, Plan, Progress, TrunkCodec};
+use rill_convert::{
+    Control, ConvertError, ConvertSource, ExpertCodec, Plan, Progress, TrunkCodec, WeightError,
+    weight_errors,
+};
 use rill_format::container::Container;
+use serde_json::json;
 
 use crate::args::{ConvertArgs, Experts, Trunk, VerifyArgs};
 use crate::model;
@@ -18,11 +23,8 @@ use crate::output::{Outcome, bytes, interrupt_flag, note, print, status};
 pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
     let folder = model::folder(Some(&args.source))?;
     // A container of a model that cannot be run would be found out hours later.
-    let about = rill::describe(folder.clone())?;
-    let source: Box<dyn ConvertSource> = match Container::is_container(&args.source) {
-        true => Box::new(Container::open(args.source.clone())?),
-        false => Box::new(Checkpoint::open(folder)?),
-    };
+    let about = rill::describe(folder)?;
+    let source = open_source(&args.source)?;
     let experts = match args.experts {
         Experts::Source => ExpertCodec::Source,
         Experts::Q8 => ExpertCodec::Q8,
@@ -74,21 +76,72 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
     // Says so when it is no folder at all.
     model::folder(Some(&args.path))?;
     let container = Container::open(args.path.clone())?;
+    // A source that is not there would be found out hours later.
+    let source = args.source.as_deref().map(open_source).transpose()?;
     let interrupted = interrupt_flag()?;
     let meter = Meter::new(&interrupted);
     let control = Control { jobs: jobs(args.jobs), progress: &|p| meter.tell(p) };
-    let result = rill_convert::verify(&container, &control);
+    let result = rill_convert::verify(&container, &control)
+        .and_then(|()| source.map(|s| weight_errors(&container, &*s, &control)).transpose());
     meter.end();
-    match result {
+    let errors = match result {
         Err(ConvertError::Cancelled) => return Ok(Outcome::Interrupted),
         result => result?,
-    }
+    };
     let fingerprint = &container.manifest().fingerprint;
-    print(format!(
-        "{}: every byte is as written, fingerprint {fingerprint}\n",
-        args.path.display()
-    ))?;
+    if args.json {
+        let errors: Option<Vec<_>> = errors.map(|errors| errors.iter().map(to_json).collect());
+        let found = json!({ "fingerprint": fingerprint, "weight_errors": errors });
+        print(format!("{found:#}\n"))?;
+        return Ok(Outcome::Done);
+    }
+    let mut text =
+        format!("{}: every byte is as written, fingerprint {fingerprint}\n", args.path.display());
+    if let Some(errors) = errors {
+        text.push_str(&table(&errors));
+    }
+    print(text)?;
     Ok(Outcome::Done)
+}
+
+fn open_source(path: &Path) -> Result<Box<dyn ConvertSource>> {
+    Ok(match Container::is_container(path) {
+        true => Box::new(Container::open(path.to_owned())?),
+        false => Box::new(Checkpoint::open(model::folder(Some(path))?)?),
+    })
+}
+
+/// Classes with the mean and the largest relative error of their tensors.
+fn table(errors: &[WeightError]) -> String {
+    // Exactly 0 is another thing than a little.
+    let number = |x: f64| if x == 0.0 { "0".to_owned() } else { format!("{x:.6}") };
+    let mut text = "\nrelative error of weights, tensor by tensor\n".to_owned();
+    text.push_str("     mean     worst  tensors  class, format\n");
+    for error in errors {
+        text.push_str(&format!(
+            "{:>9} {:>9} {:>8}  {}, {}\n",
+            number(error.mean),
+            number(error.worst),
+            error.tensors,
+            error.class,
+            error.format
+        ));
+    }
+    text
+}
+
+fn to_json(error: &WeightError) -> serde_json::Value {
+    json!({
+        "class": error.class,
+        "format": error.format,
+        "experts": error.experts,
+        "tensors": error.tensors,
+        "weights": error.weights,
+        // JSON has no infinity; it becomes null.
+        "mean": error.mean,
+        "worst": error.worst,
+        "worst_tensor": error.worst_tensor,
+    })
 }
 
 fn jobs(asked: u16) -> usize {

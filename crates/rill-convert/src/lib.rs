@@ -16,4 +16,4 @@ pub use convert::{Control, Progress, convert};
 pub use error::ConvertError;
 pub use plan::{ExpertCodec, Plan, TrunkCodec};
 pub use source::{ConvertSource, SourceExperts, SourceTensor, StoredBytes};
-pub use verify::verify;
+pub use verify::{WeightError, verify, weight_errors};
