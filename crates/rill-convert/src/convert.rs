@@ -570,13 +570,13 @@ fn check_space(folder: &Path, plan: &Plan) -> Result<(), ConvertError> {
 }
 
 #[cfg(unix)]
-fn available_bytes(folder: &Path) -> Option<u64> {
+pub(crate) fn available_bytes(folder: &Path) -> Option<u64> {
     let stat = rustix::fs::statvfs(folder).ok()?;
     Some(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 #[cfg(not(unix))]
-fn available_bytes(_folder: &Path) -> Option<u64> {
+pub(crate) fn available_bytes(_folder: &Path) -> Option<u64> {
     None
 }
 
@@ -590,12 +590,12 @@ fn allocated_bytes(metadata: &fs::Metadata) -> u64 {
     metadata.len()
 }
 
-fn io_error(path: &Path, doing: &'static str, source: io::Error) -> ConvertError {
+pub(crate) fn io_error(path: &Path, doing: &'static str, source: io::Error) -> ConvertError {
     ConvertError::Io { file: path.display().to_string(), doing, source }
 }
 
 /// Makes a rename in the folder durable.
-fn sync_folder(folder: &Path) -> Result<(), ConvertError> {
+pub(crate) fn sync_folder(folder: &Path) -> Result<(), ConvertError> {
     #[cfg(unix)]
     {
         let sync = File::open(folder).and_then(|folder| folder.sync_all());
@@ -607,14 +607,14 @@ fn sync_folder(folder: &Path) -> Result<(), ConvertError> {
 }
 
 /// A file that is written at positions.
-struct OutFile {
-    path: PathBuf,
+pub(crate) struct OutFile {
+    pub(crate) path: PathBuf,
     file: File,
 }
 
 impl OutFile {
     /// Opens or makes a file and gives it a size; what it holds is kept.
-    fn open(path: PathBuf, bytes: u64) -> Result<Self, ConvertError> {
+    pub(crate) fn open(path: PathBuf, bytes: u64) -> Result<Self, ConvertError> {
         let open =
             OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
         let file = open.map_err(|e| io_error(&path, "opening", e))?;
@@ -634,13 +634,13 @@ impl OutFile {
     }
 
     #[cfg(unix)]
-    fn write_at(&self, bytes: &[u8], position: u64) -> Result<(), ConvertError> {
+    pub(crate) fn write_at(&self, bytes: &[u8], position: u64) -> Result<(), ConvertError> {
         std::os::unix::fs::FileExt::write_all_at(&self.file, bytes, position)
             .map_err(|e| io_error(&self.path, "writing", e))
     }
 
     #[cfg(windows)]
-    fn write_at(&self, mut bytes: &[u8], mut position: u64) -> Result<(), ConvertError> {
+    pub(crate) fn write_at(&self, mut bytes: &[u8], mut position: u64) -> Result<(), ConvertError> {
         while !bytes.is_empty() {
             let n = std::os::windows::fs::FileExt::seek_write(&self.file, bytes, position)
                 .map_err(|e| io_error(&self.path, "writing", e))?;
@@ -671,7 +671,7 @@ impl OutFile {
         Ok(())
     }
 
-    fn sync(&self) -> Result<(), ConvertError> {
+    pub(crate) fn sync(&self) -> Result<(), ConvertError> {
         self.file.sync_all().map_err(|e| io_error(&self.path, "syncing", e))
     }
 }
