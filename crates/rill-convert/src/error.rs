@@ -22,6 +22,17 @@ pub enum ConvertError {
         reason: String,
     },
 
+    /// A configuration that says too little, or what no model can be.
+    #[error("config.json: {field}: expected {expected}, found {found}; correct it")]
+    Config {
+        /// Key.
+        field: String,
+        /// What was expected.
+        expected: String,
+        /// What was found.
+        found: String,
+    },
+
     /// Weights that the chosen format cannot express.
     #[error("{tensor}, row {row}: {source}; choose another format for it")]
     Encode {
@@ -45,6 +56,22 @@ pub enum ConvertError {
     /// The destination cannot be written.
     #[error("{file}: {doing} failed: {source}{}", advice(source))]
     Io {
+        /// The file.
+        file: String,
+        /// What was attempted.
+        doing: &'static str,
+        /// The operating system's reason.
+        source: io::Error,
+    },
+
+    /// A synthetic container cannot be written to its end.
+    #[error(
+        "{file}: {doing} failed: {source}; check the disk and permissions, remove {folder} and run \
+         it again from the start"
+    )]
+    Synth {
+        /// The destination.
+        folder: String,
         /// The file.
         file: String,
         /// What was attempted.

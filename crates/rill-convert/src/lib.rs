@@ -10,10 +10,12 @@ mod error;
 mod place;
 mod plan;
 mod source;
+mod synth;
 mod verify;
 
 pub use convert::{Control, Progress, convert};
 pub use error::ConvertError;
 pub use plan::{ExpertCodec, Plan, TrunkCodec};
 pub use source::{ConvertSource, SourceExperts, SourceTensor, StoredBytes};
+pub use synth::{Synth, SynthFormat, SynthModel, SynthOptions};
 pub use verify::{WeightError, verify, weight_errors};
