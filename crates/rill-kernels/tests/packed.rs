@@ -19,9 +19,18 @@ fn multiplying_packed_experts_allocates_nothing() {
     ];
     for kernels in Kernels::all() {
         for matrix in &matrices {
-            let before = ALLOC.restart_peak();
-            kernels.matmul(matrix, &x, 3, &mut out);
-            assert_eq!(ALLOC.peak_bytes(), before, "{kernels:?} {matrix:p}");
+            // The test harness may allocate at the same moment, but not at every one; a kernel
+            // that allocates does so every time.
+            let mut growths = (0..20).map(|_| {
+                let before = ALLOC.restart_peak();
+                kernels.matmul(matrix, &x, 3, &mut out);
+                ALLOC.peak_bytes() - before
+            });
+            assert!(
+                growths.any(|bytes| bytes == 0),
+                "{kernels:?} allocates for {:?}",
+                matrix.codec()
+            );
             assert!(out.iter().all(|y| *y != 0.0));
         }
     }
