@@ -3,8 +3,12 @@
 
 mod broken;
 mod common;
+mod convert;
 mod eval;
 mod info;
+mod kills;
+mod mutations;
+mod random;
 mod run;
 mod signals;
 mod streams;
