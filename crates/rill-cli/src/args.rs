@@ -36,6 +36,8 @@ pub(crate) enum Command {
     Convert(ConvertArgs),
     /// Check every byte of a .rill container
     Verify(VerifyArgs),
+    /// Make a container of a real model's shape and random weights, to measure with
+    Synth(SynthArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -282,6 +284,59 @@ pub(crate) struct VerifyArgs {
     /// Threads that work; 0 means one per core
     #[arg(short, long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) jobs: u16,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct SynthArgs {
+    /// Folder to write; it must be empty, and after an interruption it must be removed
+    #[arg(value_name = "OUT", required_unless_present = "estimate")]
+    pub(crate) destination: Option<PathBuf>,
+
+    /// Whose shape
+    #[arg(long, value_enum)]
+    pub(crate) like: Like,
+
+    /// Only the first layers
+    #[arg(long, value_name = "N")]
+    pub(crate) layers: Option<u32>,
+
+    /// Kind of container
+    #[arg(long, value_enum, default_value_t = Format::Rill)]
+    pub(crate) format: Format,
+
+    /// Format of routed experts; without it, as published for Kimi K3 and q4 for Kimi-Linear. In
+    /// .waste they are always vector-quantised
+    #[arg(long, value_enum)]
+    pub(crate) experts: Option<Experts>,
+
+    /// Format of the other matrices; with q4, embedding and head get eight bits
+    #[arg(long, value_enum, default_value_t = Trunk::Q4)]
+    pub(crate) trunk: Trunk,
+
+    /// Start of the random numbers: the same seed gives the same bytes
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    pub(crate) seed: u64,
+
+    /// Threads that work; 0 means one per core. The result is the same
+    #[arg(short, long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) jobs: u16,
+
+    /// Only say how large it gets
+    #[arg(long)]
+    pub(crate) estimate: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Like {
+    KimiK3,
+    #[value(name = "kimi-linear-48b")]
+    KimiLinear48b,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    Rill,
+    Waste,
 }
 
 fn share(text: &str) -> Result<(PathBuf, f64), String> {

@@ -25,16 +25,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
     // A container of a model that cannot be run would be found out hours later.
     let about = rill::describe(folder)?;
     let source = open_source(&args.source)?;
-    let experts = match args.experts {
-        Experts::Source => ExpertCodec::Source,
-        Experts::Q8 => ExpertCodec::Q8,
-        Experts::Q4 => ExpertCodec::Q4,
-    };
-    let trunk = match args.trunk {
-        Trunk::Source => TrunkCodec::Source,
-        Trunk::Q8 => TrunkCodec::Q8,
-        Trunk::Q4 => TrunkCodec::Q4,
-    };
+    let (experts, trunk) = (expert_codec(args.experts), trunk_codec(args.trunk));
     let plan = Plan::new(&*source, experts, trunk)?.spread(&args.spread)?;
     if args.estimate {
         print(format!(
@@ -144,7 +135,23 @@ fn to_json(error: &WeightError) -> serde_json::Value {
     })
 }
 
-fn jobs(asked: u16) -> usize {
+pub(crate) fn expert_codec(asked: Experts) -> ExpertCodec {
+    match asked {
+        Experts::Source => ExpertCodec::Source,
+        Experts::Q8 => ExpertCodec::Q8,
+        Experts::Q4 => ExpertCodec::Q4,
+    }
+}
+
+pub(crate) fn trunk_codec(asked: Trunk) -> TrunkCodec {
+    match asked {
+        Trunk::Source => TrunkCodec::Source,
+        Trunk::Q8 => TrunkCodec::Q8,
+        Trunk::Q4 => TrunkCodec::Q4,
+    }
+}
+
+pub(crate) fn jobs(asked: u16) -> usize {
     match asked {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         n => n.into(),
@@ -152,7 +159,7 @@ fn jobs(asked: u16) -> usize {
 }
 
 /// One line on standard error, renewed now and then, if a person may be looking.
-struct Meter<'a> {
+pub(crate) struct Meter<'a> {
     interrupted: &'a AtomicBool,
     start: Instant,
     shown: bool,
@@ -163,13 +170,13 @@ struct Meter<'a> {
 const INTERVAL: Duration = Duration::from_millis(250);
 
 impl<'a> Meter<'a> {
-    fn new(interrupted: &'a AtomicBool) -> Self {
+    pub(crate) fn new(interrupted: &'a AtomicBool) -> Self {
         let start = Instant::now();
         let shown = std::io::stderr().is_terminal();
         Self { interrupted, start, shown, last: Mutex::new(start) }
     }
 
-    fn tell(&self, progress: Progress) -> ControlFlow<()> {
+    pub(crate) fn tell(&self, progress: Progress) -> ControlFlow<()> {
         if self.interrupted.load(Ordering::Relaxed) {
             return ControlFlow::Break(());
         }
@@ -196,7 +203,7 @@ impl<'a> Meter<'a> {
     }
 
     /// Clears the line.
-    fn end(&self) {
+    pub(crate) fn end(&self) {
         if self.shown {
             status(&format!("\r{:70}\r", ""));
         }

@@ -10,6 +10,7 @@ mod output;
 mod prompt;
 mod run;
 mod selftest;
+mod synth;
 mod tokens;
 
 use std::process::ExitCode;
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         Command::Selftest(args) => selftest::run(&args),
         Command::Convert(args) => convert::convert(&args),
         Command::Verify(args) => convert::verify(&args),
+        Command::Synth(args) => synth::run(&args),
     };
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,

@@ -296,6 +296,18 @@ fn sizes_at_true_shape_are_known_without_writing() {
 }
 
 #[test]
+fn a_model_cut_to_any_layers_is_one_that_the_engine_reads() {
+    for (model, most) in [(SynthModel::KimiK3, 93), (SynthModel::KimiLinear48b, 27)] {
+        for layers in 2..=most {
+            let options = SynthOptions { layers: Some(layers), ..SynthOptions::default() };
+            let synth = Synth::new(model.config(), &options).unwrap();
+            let config = rill::config::ModelConfig::from_json(synth.config_json()).unwrap();
+            assert_eq!(config.layers.len(), layers as usize);
+        }
+    }
+}
+
+#[test]
 fn a_full_folder_is_left_alone() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("notes.txt"), "mine").unwrap();

@@ -12,5 +12,6 @@ mod random;
 mod run;
 mod signals;
 mod streams;
+mod synth;
 mod tokens;
 mod usage;
