@@ -1,0 +1,185 @@
+//! Disks that are too small, fill up or cannot be written, as small file systems in memory. Where
+//! this process may not mount one, these report as ignored, by name; they never pass unrun.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use rill_convert::{Control, ConvertError, ExpertCodec, Plan, Progress, TrunkCodec, convert};
+use rill_format::container::MANIFEST;
+use rill_format::{Checkpoint, Folder};
+use tempfile::TempDir;
+
+/// Bytes of the small disk: room for k3-tiny, and not for k3-nano.
+const DISK_BYTES: u64 = 6 << 20;
+
+fn main() -> ExitCode {
+    let args = Arguments::from_args();
+    let refused = !args.list && Disk::mount().is_none();
+    if refused {
+        eprintln!("SKIP: no file system can be mounted here, so no disk can be made to fill up");
+    }
+    let on_disk = |name: &str, run: fn() -> Result<(), Failed>| {
+        Trial::test(name, run).with_ignored_flag(refused)
+    };
+    let trials = vec![
+        on_disk("a_disk_that_is_too_small_is_refused_with_numbers", too_small),
+        on_disk("a_disk_that_fills_up_keeps_what_is_written", fills_up),
+        on_disk("a_disk_without_a_byte_to_spare_is_refused_with_numbers", full_before),
+        on_disk("a_read_only_disk_is_named", read_only),
+    ];
+    libtest_mimic::run(&args, trials).exit_code()
+}
+
+fn too_small() -> Result<(), Failed> {
+    let disk = Disk::mount().ok_or("it could be mounted before")?;
+    let nano = source("models/k3-nano");
+    let large = Plan::new(&nano, ExpertCodec::Q8, TrunkCodec::Source)?;
+    let folder = disk.path().join("container");
+    let error = convert(&nano, &large, &folder, &go_on()).unwrap_err();
+    let message = error.to_string();
+    match error {
+        ConvertError::NoSpace { needed_bytes, available_bytes, .. } => {
+            assert_eq!(needed_bytes, large.container_bytes());
+            assert!(available_bytes <= DISK_BYTES && available_bytes > DISK_BYTES / 2);
+            for number in [needed_bytes, available_bytes] {
+                assert!(message.contains(&number.to_string()), "{message}");
+            }
+        }
+        error => return Err(format!("{error:?}").into()),
+    }
+    assert_eq!(fs::read_dir(&folder)?.count(), 0, "nothing is begun");
+    // What the message advises can be done: something smaller, in the same place.
+    let tiny = source("fixtures/k3-tiny");
+    convert(&tiny, &small(&tiny), &folder, &go_on())?;
+    assert_eq!(files(&folder), expected());
+    Ok(())
+}
+
+fn fills_up() -> Result<(), Failed> {
+    let tiny = source("fixtures/k3-tiny");
+    let plan = small(&tiny);
+    let expected = expected();
+    for (jobs, full_after) in [(1, 0), (1, 4), (1, 10), (2, 30), (1, 70), (1, 104), (1, 105)] {
+        let disk = Disk::mount().ok_or("it could be mounted before")?;
+        let folder = disk.path().join("container");
+        let ballast = disk.path().join("ballast");
+        let done = AtomicUsize::new(0);
+        let progress = |_: Progress| {
+            if done.fetch_add(1, Ordering::Relaxed) == full_after {
+                fill(&ballast);
+            }
+            ControlFlow::Continue(())
+        };
+        let result = convert(&tiny, &plan, &folder, &Control { jobs, progress: &progress });
+        let message = result.expect_err("the disk is full").to_string();
+        let path = folder.display().to_string();
+        assert!(message.starts_with(&path), "full after {full_after}: {message}");
+        assert!(message.contains("free some space and run it again"), "{message}");
+        assert!(!folder.join(MANIFEST).exists());
+        // Still full: the same again, now with the numbers or from the system.
+        let message = convert(&tiny, &plan, &folder, &go_on()).expect_err("still full").to_string();
+        assert!(message.starts_with(&path) && message.contains("free some"), "{message}");
+        assert!(!folder.join(MANIFEST).exists());
+        fs::remove_file(&ballast)?;
+        convert(&tiny, &plan, &folder, &go_on())?;
+        assert!(files(&folder) == expected, "full after {full_after}");
+    }
+    Ok(())
+}
+
+fn full_before() -> Result<(), Failed> {
+    let disk = Disk::mount().ok_or("it could be mounted before")?;
+    let folder = disk.path().join("container");
+    fs::create_dir(&folder)?;
+    fill(&disk.path().join("ballast"));
+    let tiny = source("fixtures/k3-tiny");
+    let error = convert(&tiny, &small(&tiny), &folder, &go_on()).unwrap_err();
+    assert!(matches!(error, ConvertError::NoSpace { available_bytes: 0, .. }), "{error:?}");
+    assert_eq!(fs::read_dir(&folder)?.count(), 0);
+    Ok(())
+}
+
+fn read_only() -> Result<(), Failed> {
+    let disk = Disk::mount().ok_or("it could be mounted before")?;
+    let empty = disk.path().join("empty");
+    fs::create_dir(&empty)?;
+    assert!(run("mount", &["-o", "remount,ro"], disk.path()), "it cannot be made read-only");
+    let tiny = source("fixtures/k3-tiny");
+    for folder in [empty, disk.path().join("new")] {
+        let error = convert(&tiny, &small(&tiny), &folder, &go_on()).unwrap_err().to_string();
+        assert!(error.starts_with(&folder.display().to_string()), "{error}");
+        assert!(error.contains("Read-only") && error.contains("permissions"), "{error}");
+    }
+    Ok(())
+}
+
+fn source(path: &str) -> Checkpoint {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path);
+    Checkpoint::open(Folder::Disk(path)).unwrap()
+}
+
+fn small(checkpoint: &Checkpoint) -> Plan {
+    Plan::new(checkpoint, ExpertCodec::Q8, TrunkCodec::Q4).unwrap()
+}
+
+fn go_on() -> Control<'static> {
+    Control { jobs: 2, progress: &|_| ControlFlow::Continue(()) }
+}
+
+/// What a conversion with room enough writes.
+fn expected() -> BTreeMap<String, Vec<u8>> {
+    let dir = tempfile::tempdir().unwrap();
+    let tiny = source("fixtures/k3-tiny");
+    convert(&tiny, &small(&tiny), dir.path(), &go_on()).unwrap();
+    files(dir.path())
+}
+
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(folder).unwrap().flatten();
+    let read = |e: fs::DirEntry| {
+        (e.file_name().to_string_lossy().into_owned(), fs::read(e.path()).unwrap())
+    };
+    entries.map(read).collect()
+}
+
+/// Takes every byte that is left.
+fn fill(path: &Path) {
+    let mut file = File::create(path).unwrap();
+    while file.write(&[0x5a; 4096]).is_ok_and(|n| n > 0) {}
+}
+
+/// A small file system in memory, gone when dropped.
+struct Disk(TempDir);
+
+impl Disk {
+    /// `None` where that is not allowed.
+    fn mount() -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let size = format!("size={DISK_BYTES}");
+        run("mount", &["-t", "tmpfs", "-o", &size, "tmpfs"], dir.path()).then_some(Self(dir))
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        run("umount", &[], self.path());
+    }
+}
+
+fn run(program: &str, args: &[&str], path: &Path) -> bool {
+    let mut command = Command::new(program);
+    command.args(args).arg(path);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
