@@ -83,7 +83,7 @@ FAULTS = [
     ("reduction_with_eight_partial_sums", "crates/rill-kernels/src/codec/plain.rs", [
         ("p[i - whole] = w(i).mul_add(x[i], p[i - whole]);",
          "p[(i - whole) % 8] = w(i).mul_add(x[i], p[(i - whole) % 8]);"),
-    ], [KERNELS, BITS]),
+    ], [KERNELS]),
     ("experts_summed_by_falling_id", "crates/rill/src/moe.rs", [
         ("for (i, result) in results.chunks_exact(width).enumerate() {",
          "for (i, result) in results.chunks_exact(width).enumerate().rev() {"),
