@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rill_format::container::{
     ALIGN, Bank, Codec, CodecName, Experts, Manifest, Matrix, PART_ALIGN, RecordLayout, Run,
-    SmallFile, Stripe, Trunk, TrunkTensor, checksum, hex,
+    SmallFile, Stripe, TRUNK, Trunk, TrunkTensor, checksum, hex,
 };
 use rill_kernels::{Layout, LayoutError};
 use serde::{Deserialize, Serialize};
@@ -251,8 +251,7 @@ fn plan_trunk(
     for tensor in tensors {
         runs.entry(run_key(&tensor.name)).or_default().push(tensor);
     }
-    let mut trunk =
-        Trunk { directory: 0, file: "trunk.rill".to_owned(), bytes: 0, runs: Vec::new() };
+    let mut trunk = Trunk { directory: 0, file: TRUNK.to_owned(), bytes: 0, runs: Vec::new() };
     let mut sources = Vec::new();
     for (key, mut run) in runs {
         // By name, so that the order does not depend on how the source is cut into files.

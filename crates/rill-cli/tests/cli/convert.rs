@@ -50,6 +50,28 @@ fn a_damaged_container_is_an_error_that_names_the_file_or_changes_nothing() {
 }
 
 #[test]
+fn a_container_whose_manifest_is_damaged_is_not_taken_for_something_else() {
+    let (_folder, path) = container("fixtures/k3-tiny", &[]);
+    let manifest = path.join("manifest.json");
+    let bytes = fs::read(&manifest).unwrap();
+    let mut without_format = bytes.clone();
+    without_format[..64].fill(0);
+    for damaged in [&b""[..], b"{}", &without_format, &bytes[..bytes.len() - 1]] {
+        fs::write(&manifest, damaged).unwrap();
+        for args in [
+            args!["run", "-m", &path, QUESTION],
+            args!["eval", "-m", &path, "--ids", "1"],
+            args!["info", &path],
+            args!["verify", &path],
+            args!["convert", &path, path.join("../new")],
+        ] {
+            let message = rill(&args).failed();
+            assert!(message.contains("manifest.json"), "{args:?}: {message}");
+        }
+    }
+}
+
+#[test]
 fn a_container_answers_like_its_checkpoint() {
     let checkpoint = repository("models/k3-nano");
     let (_folder, path) = container("models/k3-nano", &[]);

@@ -22,6 +22,8 @@ pub const ALIGN: usize = 16 << 10;
 pub const PART_ALIGN: usize = 64;
 /// Name of the file that makes a folder a container.
 pub const MANIFEST: &str = "manifest.json";
+/// Name that converters give the file of the trunk.
+pub const TRUNK: &str = "trunk.rill";
 
 /// Largest manifest that makes sense: K3's has about 2,000 tensors and 92 banks.
 const MAX_MANIFEST_BYTES: u64 = 64 << 20;
@@ -79,13 +81,14 @@ pub struct Container {
 }
 
 impl Container {
-    /// Whether a folder is a container.
+    /// Whether a folder is a container, be it one whose manifest is damaged: then opening it says so.
     pub fn is_container(folder: &Path) -> bool {
-        let bytes = Folder::Disk(folder.to_owned()).read(MANIFEST, MAX_MANIFEST_BYTES);
-        bytes.is_ok_and(|bytes| {
+        let own = Folder::Disk(folder.to_owned());
+        let says_so = own.read(MANIFEST, MAX_MANIFEST_BYTES).is_ok_and(|bytes| {
             let text = String::from_utf8_lossy(&bytes);
             text.contains("\"format\": \"rill\"")
-        })
+        });
+        says_so || own.exists(MANIFEST) && own.exists(TRUNK)
     }
 
     /// Opens a container: checks the manifest, the size of every file and the small files.
