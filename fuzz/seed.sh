@@ -28,6 +28,38 @@ for path in Path(".").glob("*/*/tiktoken.model"):
     config = (path.parent / "tokenizer_config.json").read_bytes()
     seed("tokenizer", path.parent.name, path.read_bytes() + b"\0" + config)
 
+def matrix(rows, cols, codec, group, codes, scales):
+    return {"rows": rows, "cols": cols, "codec": {"name": codec, "group": group}, "code_bytes": codes, "scale_bytes": scales}
+
+# A container without its checksum, which the target adds: plain and packed tensors, two banks, the second striped.
+align = 16384
+tensors = [
+    ("model.norm.weight", [32], "bf16", 0, 0, 64, 0),
+    ("lm_head.weight", [4, 32], "q8", 128, 64, 128, 8),
+    ("model.embed_tokens.weight", [4, 32], "q4", 128, 256, 64, 8),
+]
+keys = ["name", "shape", "codec", "offset", "code_bytes", "scale_bytes"]
+run = {"name": "global", "offset": 0, "bytes": align, "checksum": "0" * 16, "tensors": [
+    dict(zip(keys, [name, shape, {"name": codec, "group": group}, *rest])) for name, shape, codec, group, *rest in tensors
+]}
+stripe = lambda file, bytes: {"directory": 0, "file": file, "bytes": bytes}
+container = {
+    "format": "rill", "version": 0, "fingerprint": "0" * 32, "directories": ["."],
+    "files": [{"name": "config.json", "bytes": 0, "checksum": "2d06800538d394c2"}],
+    "trunk": {"directory": 0, "file": "trunk.rill", "bytes": align, "runs": [run]},
+    "experts": {
+        "gate": matrix(64, 96, "mxfp4", 0, 3072, 192), "up": matrix(64, 96, "mxfp4", 0, 3072, 192),
+        "down": matrix(96, 64, "bf16", 0, 12288, 0), "record_bytes": 2 * align,
+        "banks": [
+            {"layer": 1, "experts": 2, "stripes": [stripe("experts-00001.rill", 2 * align)]},
+            {"layer": 2, "experts": 3, "stripes": [stripe("fast.rill", align), stripe("slow.rill", align)]},
+        ],
+    },
+}
+for name, manifest in [("whole", container), ("dense", container | {"experts": None})]:
+    text = json.dumps(manifest, indent=2)
+    seed("container_manifest", name, (text.removesuffix("\n}") + ",").encode())
+
 for path in Path("fixtures").glob("*.waste/manifest.json"):
     manifest = json.loads(path.read_text())
     # A few tensors, and one of each packed format: its number, and bytes of 4 rows of 40 inputs.
