@@ -651,5 +651,6 @@ fn stored_codec(codec: Codec) -> StoredCodec {
 fn expert_noise(seed: u64, codec: Codec, place: (u32, u32, usize), cols: u64) -> Noise {
     let (layer, expert, matrix) = place;
     let key = key(seed, &[layer.into(), expert.into(), matrix as u64]);
-    Noise { codec, key, values: Values::Matrix(1.0), fan_in: cols as usize }
+    let gain = if matrix == 2 { shapes::EXPERT_DOWN } else { 1.0 };
+    Noise { codec, key, values: Values::Matrix(gain), fan_in: cols as usize }
 }

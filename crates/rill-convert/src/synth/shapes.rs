@@ -56,7 +56,7 @@ pub(super) struct Experts {
     pub(super) mxfp4: bool,
 }
 
-// These three were chosen so that routing in the engine looks like that of recorded traces; what
+// These four were chosen so that routing in the engine looks like that of recorded traces; what
 // else a layer adds to the hidden state is of size 1/2 or so. `docs/performance.md` has the
 // figures.
 
@@ -66,6 +66,8 @@ const EMBEDDING: f32 = 0.1;
 /// Gain of the projection that brings the sum of experts back to the hidden width: the norm in
 /// front of it would make experts, which change with every token, louder than attention.
 const LATENT_UP: f32 = 0.2;
+/// Gain of an expert's last matrix, for the same reason.
+pub(super) const EXPERT_DOWN: f32 = 0.7;
 /// Median correction of a router's scores, which makes some experts popular.
 const ROUTER_BIAS: f32 = 0.01;
 
