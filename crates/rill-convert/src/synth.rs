@@ -6,6 +6,7 @@
 //! threads. Trunk and router are the same in both formats, bit for bit; experts differ, because
 //! the formats do.
 
+mod direct;
 mod noise;
 mod shapes;
 mod vocabulary;
@@ -31,6 +32,7 @@ use crate::error::ConvertError;
 use crate::place::{Class, GROUP, RunKey, class, run_key};
 use crate::plan::{ExpertCodec, TrunkCodec};
 use crate::source::kernel_codec;
+use direct::{DirectFile, Pages};
 use noise::{Noise, key};
 use shapes::{Shapes, Values};
 
@@ -240,9 +242,10 @@ impl Synth {
 
     fn write_files(&self, folder: &Path, control: &Control<'_>) -> Result<(), ConvertError> {
         self.prepare(folder)?;
-        let trunk = OutFile::open(folder.join(self.trunk_file), self.trunk_bytes())?;
+        let trunk = DirectFile::open(folder.join(self.trunk_file), self.trunk_bytes())?;
         let bank_bytes = u64::from(self.n_experts) * self.record_bytes();
-        let banks = self.banks.iter().map(|(_, file)| OutFile::open(folder.join(file), bank_bytes));
+        let bank = |(_, file): &(u32, String)| DirectFile::open(folder.join(file), bank_bytes);
+        let banks = self.banks.iter().map(bank);
         let banks = banks.collect::<Result<Vec<_>, _>>()?;
         let job = Job {
             synth: self,
@@ -293,7 +296,7 @@ impl Synth {
             out.sync()?;
         }
         job.trunk.sync()?;
-        job.banks.iter().try_for_each(OutFile::sync)?;
+        job.banks.iter().try_for_each(DirectFile::sync)?;
         let bytes = match &self.form {
             Form::Waste { manifest, .. } => manifest.clone(),
             Form::Rill { manifest, .. } => {
@@ -325,9 +328,9 @@ enum Task {
 /// What the workers share.
 struct Job<'a> {
     synth: &'a Synth,
-    trunk: OutFile,
+    trunk: DirectFile,
     /// Per bank.
-    banks: Vec<OutFile>,
+    banks: Vec<DirectFile>,
     control: &'a Control<'a>,
     done_bytes: Mutex<u64>,
     stop: AtomicBool,
@@ -344,13 +347,13 @@ impl Job<'_> {
         let work = || -> Result<Vec<(usize, u64)>, ConvertError> {
             let mut sums = Vec::new();
             // Parts are overwritten by those of the next, and what is between stays zero.
-            let mut record = vec![0; self.synth.record_bytes() as usize];
+            let mut record = Pages::new(self.synth.record_bytes() as usize);
             while !self.stop.load(Ordering::Relaxed) {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let Some(&task) = tasks.get(index) else { break };
                 let sum = match task {
                     Task::Region(region) => self.write_region(&self.synth.regions[region]),
-                    Task::Record { bank, expert } => self.write_record(bank, expert, &mut record),
+                    Task::Record { bank, expert } => self.write_record(bank, expert, record.all()),
                 };
                 let sum = sum.inspect_err(|_| self.stop.store(true, Ordering::Relaxed))?;
                 sums.push((index, sum));
@@ -372,7 +375,8 @@ impl Job<'_> {
         let mut out = RegionWriter {
             job: self,
             at: region.offset,
-            piece: Vec::with_capacity(PIECE_BYTES),
+            piece: Pages::new(PIECE_BYTES),
+            filled: 0,
             sum: Checksum::default(),
         };
         let mut end = 0;
@@ -437,7 +441,8 @@ struct RegionWriter<'a> {
     job: &'a Job<'a>,
     /// Where the piece goes in the file.
     at: u64,
-    piece: Vec<u8>,
+    piece: Pages,
+    filled: usize,
     sum: Checksum,
 }
 
@@ -446,12 +451,13 @@ impl RegionWriter<'_> {
     fn add(&mut self, bytes: u64, fill: impl Fn(u64, &mut [u8])) -> Result<(), ConvertError> {
         let mut made = 0;
         while made < bytes {
-            let from = self.piece.len();
-            let n = (bytes - made).min((PIECE_BYTES - from) as u64);
-            self.piece.resize(from + n as usize, 0);
-            fill(made, &mut self.piece[from..]);
+            let n = (bytes - made).min((PIECE_BYTES - self.filled) as u64);
+            let place = &mut self.piece.all()[self.filled..self.filled + n as usize];
+            place.fill(0);
+            fill(made, place);
             made += n;
-            if self.piece.len() == PIECE_BYTES {
+            self.filled += n as usize;
+            if self.filled == PIECE_BYTES {
                 self.flush()?;
             }
         }
@@ -459,11 +465,12 @@ impl RegionWriter<'_> {
     }
 
     fn flush(&mut self) -> Result<(), ConvertError> {
-        self.job.trunk.write_at(&self.piece, self.at)?;
-        self.sum.update(&self.piece);
-        let n = self.piece.len() as u64;
+        let piece = &self.piece.all()[..self.filled];
+        self.job.trunk.write_at(piece, self.at)?;
+        self.sum.update(piece);
+        let n = piece.len() as u64;
         self.at += n;
-        self.piece.clear();
+        self.filled = 0;
         self.job.done(n)
     }
 }

@@ -15,7 +15,7 @@ fn an_estimate_says_how_large_it_gets() {
     assert!(text.contains("in 2304 records of 3.65 MB"), "{text}");
     let ten = ["--layers", "10", "--format", "waste", "--estimate"];
     let text = rill(LINEAR.into_iter().chain(ten)).done();
-    assert!(text.contains("container   7.19 GB"), "{text}");
+    assert!(text.contains("container   7.20 GB"), "{text}");
     assert!(text.contains("6.14 GB in 2304 records of 2.67 MB"), "{text}");
     let published = ["--experts", "source", "--trunk", "source", "--estimate"];
     let text = rill(LINEAR.into_iter().chain(published)).done();

@@ -4,6 +4,7 @@
 use rill_kernels::{Codec, Vq};
 use serde_json::{Value, json};
 
+use super::direct::PAGE_BYTES;
 use super::noise::{Noise, codebooks, key};
 use super::shapes::Shapes;
 use super::{Content, Part, Region, expert_noise, matrix_shapes, rows_and_cols};
@@ -17,7 +18,6 @@ const FMT: u8 = 4;
 /// Codebooks of a layer: three matrices of an expert, each with its stages.
 const BOOKS: u16 = 3 * VQ.stages as u16;
 const HEADER_BYTES: usize = 48;
-const PAGE_BYTES: usize = 4096;
 /// Elements from which on a matrix is packed.
 const PACKED_ELEMENTS: u64 = 65_536;
 
@@ -111,7 +111,8 @@ pub(super) fn trunk(
             noise: *noise,
             cols: cols as usize,
         };
-        let off = at.next_multiple_of(64);
+        // Anywhere would do; at a page it can be written directly.
+        let off = at.next_multiple_of(PAGE_BYTES as u64);
         let (parts, mut entry) = if packed {
             let layout = noise.codec.layout(rows as usize, cols as usize);
             let layout =
