@@ -1,12 +1,14 @@
 //! Bytes on time within a budget. This crate sees keys, sizes and deadlines; it does not know what
 //! the bytes mean.
 //!
-//! [`policy`] decides which expert records stay in memory.
+//! [`policy`] decides which expert records stay in memory; [`Ledger`] holds everybody to the budget.
 
 mod error;
 mod key;
+mod ledger;
 pub mod policy;
 
 pub use error::StreamError;
 pub use key::{ExpertKey, Geometry};
+pub use ledger::{Lease, Ledger, OverBudget};
 pub use policy::Policy;
