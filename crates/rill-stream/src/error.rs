@@ -17,4 +17,35 @@ pub enum StreamError {
         /// The operating system's reason.
         source: io::Error,
     },
+
+    /// A recording of routing is not what it should be.
+    #[error(
+        "{file}: {what} should be {expected}, found {found}; record it again or name another file"
+    )]
+    Trace {
+        /// The file.
+        file: String,
+        /// Which part of it.
+        what: String,
+        /// What it should be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+
+    /// A directory, pipe or device where a file was expected.
+    #[error("{} is not a regular file; name another", file.display())]
+    NotAFile {
+        /// The file.
+        file: PathBuf,
+    },
+
+    /// A file larger than anything it could usefully hold.
+    #[error("{} has more than the {max_bytes} bytes that make sense; check that it is the right file", file.display())]
+    FileTooLarge {
+        /// The file.
+        file: PathBuf,
+        /// The most that are accepted.
+        max_bytes: u64,
+    },
 }

@@ -1,14 +1,18 @@
 //! Bytes on time within a budget. This crate sees keys, sizes and deadlines; it does not know what
 //! the bytes mean.
 //!
-//! [`policy`] decides which expert records stay in memory; [`Ledger`] holds everybody to the budget.
+//! - [`policy`] decides which expert records stay in memory.
+//! - [`Trace`] is recorded routing.
+//! - [`Ledger`] holds everybody to the budget.
 
 mod error;
 mod key;
 mod ledger;
 pub mod policy;
+mod trace;
 
 pub use error::StreamError;
 pub use key::{ExpertKey, Geometry};
 pub use ledger::{Lease, Ledger, OverBudget};
 pub use policy::Policy;
+pub use trace::Trace;
