@@ -1,5 +1,7 @@
 //! Names of expert records.
 
+use std::ops::Range;
+
 /// One expert of one layer: the record that a cache keeps or fetches. Ordered by layer, then expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ExpertKey {
@@ -23,5 +25,17 @@ impl Geometry {
     #[must_use]
     pub fn n_records(self) -> usize {
         self.n_layers as usize * self.n_experts as usize
+    }
+
+    /// Where a record stands in an array of `(n_layers, n_experts)`.
+    pub(crate) fn index(self, key: ExpertKey) -> usize {
+        assert!(key.layer < self.n_layers && key.expert < self.n_experts, "{key:?}");
+        key.layer as usize * self.n_experts as usize + key.expert as usize
+    }
+
+    /// Where a layer's records stand in an array of `(n_layers, n_experts)`.
+    pub(crate) fn layer_range(self, layer: u32) -> Range<usize> {
+        let start = layer as usize * self.n_experts as usize;
+        start..start + self.n_experts as usize
     }
 }

@@ -4,6 +4,15 @@
 //! and whether a newcomer is worth it. The policy never sees bytes and never changes a result.
 //! Everything here is deterministic: equal scores are ordered by key.
 
+mod decayed_lfu;
+mod lru;
+mod ranking;
+mod scored;
+
+pub use decayed_lfu::DecayedLfu;
+pub use lru::Lru;
+pub use scored::Scored;
+
 use crate::ExpertKey;
 
 /// Ranks the records of one model. One policy serves one cache.
