@@ -48,4 +48,32 @@ pub enum StreamError {
         /// The most that are accepted.
         max_bytes: u64,
     },
+
+    /// A file is not the one that was checked.
+    #[error(
+        "{}: has {found} bytes, but had {expected} when it was checked; open the model again",
+        file.display()
+    )]
+    Replaced {
+        /// The file.
+        file: PathBuf,
+        /// Bytes it had.
+        expected: u64,
+        /// Bytes it has.
+        found: u64,
+    },
+    /// No threads to read with.
+    #[error("cannot start reading threads: {source}; ask for fewer")]
+    Threads {
+        /// The operating system's reason.
+        source: io::Error,
+    },
+    /// No memory for the cache.
+    #[error("cannot have {buffers} buffers of {bytes} bytes for experts; ask for a smaller budget")]
+    OutOfMemory {
+        /// Buffers asked for.
+        buffers: usize,
+        /// Bytes of each.
+        bytes: usize,
+    },
 }
