@@ -202,20 +202,55 @@ pub(crate) fn prefix(config: &ModelConfig) -> &'static str {
     }
 }
 
+/// A tensor of the trunk, as the configuration asks for it.
+#[derive(Clone, Debug)]
+pub(crate) struct Needed {
+    pub(crate) name: String,
+    /// `None` for what belongs to no layer.
+    pub(crate) layer: Option<usize>,
+    pub(crate) forms: Forms,
+    /// Never empty; the first, where several are accepted.
+    pub(crate) shape: Vec<usize>,
+}
+
+impl Needed {
+    pub(crate) fn weights(&self) -> u64 {
+        self.shape.iter().fold(1, |n: u64, &dim| n.saturating_mul(dim as u64))
+    }
+}
+
+/// Every tensor of the trunk that a configuration asks for, embedding included.
+pub(crate) fn inventory(config: &ModelConfig) -> Vec<Needed> {
+    let mut binder = Binder {
+        source: None,
+        config,
+        prefix: prefix(config),
+        load: false,
+        findings: Findings::default(),
+        inventory: Vec::new(),
+        trunk_bytes: 0,
+    };
+    binder.model().expect("nothing is read, so nothing can fail");
+    binder.inventory
+}
+
 struct Binder<'a> {
-    source: &'a dyn WeightSource,
+    /// `None`: nothing is looked up, only listed.
+    source: Option<&'a dyn WeightSource>,
     config: &'a ModelConfig,
     prefix: &'static str,
     /// False: headers only, and everything bound stays empty.
     load: bool,
     findings: Findings,
+    inventory: Vec<Needed>,
     trunk_bytes: u64,
 }
 
 impl<'a> Binder<'a> {
     fn new(source: &'a dyn WeightSource, config: &'a ModelConfig, load: bool) -> Self {
-        let findings = Findings::default();
-        Self { source, config, prefix: prefix(config), load, findings, trunk_bytes: 0 }
+        let (findings, inventory) = (Findings::default(), Vec::new());
+        let prefix = prefix(config);
+        Self { source: Some(source), config, prefix, load, findings, inventory, trunk_bytes: 0 }
     }
 
     fn model(&mut self) -> Result<Weights, Error> {
@@ -422,8 +457,8 @@ impl<'a> Binder<'a> {
             Ok(layout) => self.trunk_bytes += (layout.codes + layout.scales) as u64,
             Err(error) => self.findings.problem(format!("{name}: {error}")),
         }
-        if self.load {
-            (linear.codes, linear.scales) = self.source.read(name)?;
+        if let Some(source) = self.source.filter(|_| self.load) {
+            (linear.codes, linear.scales) = source.read(name)?;
             Matrix::new(codec, rows, cols, &linear.codes, &linear.scales)
                 .map_err(|source| Error::Layout { tensor: name.to_owned(), source })?;
         }
@@ -440,14 +475,22 @@ impl<'a> Binder<'a> {
             return Ok(Vec::new());
         };
         self.trunk_bytes += 4 * stored.shape.iter().product::<u64>();
-        if !self.load {
-            return Ok(Vec::new());
-        }
-        let (codes, _) = self.source.read(name)?;
+        let Some(source) = self.source.filter(|_| self.load) else { return Ok(Vec::new()) };
+        let (codes, _) = source.read(name)?;
         Ok(to_f32(stored.form, &codes).expect("vectors are plain numbers"))
     }
 
     fn tensor(&mut self, name: &str, forms: Forms, shapes: &[&[usize]]) -> Option<Stored> {
-        self.findings.tensor(self.source, name, forms, shapes)
+        let Some(source) = self.source else {
+            let at = name.strip_prefix(self.prefix).and_then(|n| n.strip_prefix("model.layers."));
+            self.inventory.push(Needed {
+                name: name.to_owned(),
+                layer: at.and_then(|at| at.split('.').next()?.parse().ok()),
+                forms,
+                shape: shapes[0].to_vec(),
+            });
+            return None;
+        };
+        self.findings.tensor(source, name, forms, shapes)
     }
 }
