@@ -453,7 +453,7 @@ pub(crate) fn config_of(source: &dyn WeightSource) -> Result<ModelConfig, Error>
     parse_config(&bytes, format!("{}{CONFIG}", source.folder()))
 }
 
-fn parse_config(bytes: &[u8], file: String) -> Result<ModelConfig, Error> {
+pub(crate) fn parse_config(bytes: &[u8], file: String) -> Result<ModelConfig, Error> {
     ModelConfig::from_json(bytes).map_err(|source| Error::Config { file, source })
 }
 

@@ -6,6 +6,7 @@ use rill_text::TextError;
 
 use crate::config::ConfigError;
 use crate::experts::{ExpertId, LayerIdx};
+use crate::plan::Plan;
 
 /// Why the engine could not open a model or take a step.
 ///
@@ -89,6 +90,18 @@ pub enum Error {
         needed_bytes: u64,
         /// Bytes the machine can still give.
         available_bytes: u64,
+    },
+
+    /// The memory budget is below the least that works.
+    #[error(
+        "a memory budget of {} bytes is below the floor of {} bytes; this is the least there is:\n\
+         {plan}raise the budget, or ask for a shorter context",
+        plan.options.budget_bytes,
+        plan.floor_bytes
+    )]
+    BelowFloor {
+        /// The plan of the floor, with the budget that was asked for.
+        plan: Box<Plan>,
     },
 
     /// A token id outside the vocabulary.

@@ -150,7 +150,7 @@ impl<S: OneByOne> ExpertSource for S {
 }
 
 /// Rows and columns of gate, up and down.
-fn expert_shapes(config: &ModelConfig) -> [(usize, usize); 3] {
+pub(crate) fn expert_shapes(config: &ModelConfig) -> [(usize, usize); 3] {
     let width = config.moe.latent.map_or(config.hidden_size, |latent| latent.size);
     let inner = config.moe.intermediate_size;
     [(inner, width), (inner, width), (width, inner)]

@@ -31,6 +31,7 @@ mod kda;
 mod mla;
 mod moe;
 mod perplexity;
+pub mod plan;
 mod platform;
 pub mod reference;
 mod residual;

@@ -12,6 +12,7 @@ use crate::config::{ExpertFormat, ModelConfig};
 use crate::describe::StoredExperts;
 use crate::error::Error;
 use crate::experts::{self, ExpertSource};
+use crate::plan::{self, Footprint};
 
 /// Opens whatever model a folder holds, without loading weights.
 pub(crate) fn open(folder: Folder) -> Result<Arc<dyn WeightSource>, Error> {
@@ -72,6 +73,9 @@ pub(crate) trait WeightSource: Send + Sync + fmt::Debug {
 
     /// How the routed experts are stored, and in how many files everything is.
     fn stored_experts(&self, config: &ModelConfig) -> StoredExperts;
+
+    /// What its way of storing things takes, of headers that were checked.
+    fn footprint(&self, config: &ModelConfig) -> Footprint;
 
     /// Checks the routed experts from headers alone.
     fn check_experts(&self, config: &ModelConfig, findings: &mut Findings);
@@ -319,6 +323,16 @@ impl WeightSource for Checkpoint {
         stored
     }
 
+    fn footprint(&self, config: &ModelConfig) -> Footprint {
+        let (tensors, bytes) = self.iter().fold((0, 0), |(n, sum), t| (n + 1, sum + t.bytes));
+        Footprint {
+            record_bytes: plan::checkpoint_record_bytes(config),
+            run_bytes: Vec::new(),
+            index_bytes: tensors * plan::INDEX_BYTES_PER_TENSOR,
+            disk_bytes: bytes,
+        }
+    }
+
     fn check_experts(&self, config: &ModelConfig, findings: &mut Findings) {
         experts::check_checkpoint(self, config, findings);
     }
@@ -396,6 +410,22 @@ impl WeightSource for Container {
         stored
     }
 
+    fn footprint(&self, config: &ModelConfig) -> Footprint {
+        let run = |layer| {
+            let name = format!("layer {layer}");
+            let run = self.manifest().trunk.runs.iter().find(|run| run.name == name);
+            run.map_or(0, |run| run.bytes)
+        };
+        let small: u64 = self.manifest().files.iter().map(|file| file.bytes).sum();
+        let experts = self.stored_experts(config).expert_file_bytes;
+        Footprint {
+            record_bytes: self.layout().map_or(0, |layout| layout.record_bytes as u64),
+            run_bytes: (0..config.layers.len()).map(run).collect(),
+            index_bytes: 0,
+            disk_bytes: self.manifest().trunk.bytes + experts + small,
+        }
+    }
+
     fn check_experts(&self, config: &ModelConfig, findings: &mut Findings) {
         experts::check_container(self, config, findings);
     }
@@ -463,6 +493,19 @@ impl WeightSource for Waste {
 
     fn stored_experts(&self, config: &ModelConfig) -> StoredExperts {
         experts::stored_in_waste(self, config)
+    }
+
+    fn footprint(&self, _config: &ModelConfig) -> Footprint {
+        let record = self.layers().values().map(|bank| bank.record_bytes).max();
+        let format = self.expert_format();
+        // Entries of eight weights as f32; the engine keeps its own copy beside the container's.
+        let tables = (3 * self.layers().len() * format.stages * format.entries * 8 * 4) as u64;
+        Footprint {
+            record_bytes: plan::widened(record.unwrap_or(0)),
+            run_bytes: Vec::new(),
+            index_bytes: 2 * tables,
+            disk_bytes: self.payload_bytes(),
+        }
     }
 
     fn check_experts(&self, config: &ModelConfig, findings: &mut Findings) {
