@@ -5,13 +5,15 @@
 //!   cache if they can.
 //! - [`policy`] decides which expert records stay in memory.
 //! - [`Trace`] is recorded routing, and [`replay()`] judges a policy by it.
-//! - [`Ledger`] holds everybody to the budget.
+//! - [`Ledger`] holds everybody to the budget; [`machine`] says how large it may be, and when to give
+//!   some of it back.
 
 mod buffer;
 mod cache;
 mod error;
 mod key;
 mod ledger;
+pub mod machine;
 mod place;
 pub mod policy;
 mod readers;
