@@ -45,8 +45,8 @@ impl Trace {
             let expected = format!("from 1 to {MAX_EXPERTS}");
             return Err(wrong("number of experts".to_owned(), expected, n_experts.to_string()));
         }
-        if n_layers == 0 || n_layers > MAX_LAYERS {
-            let expected = format!("from 1 to {MAX_LAYERS}");
+        if n_layers == 0 || n_layers > MAX_RECORDS / n_experts {
+            let expected = format!("from 1 to {}", MAX_RECORDS / n_experts);
             return Err(wrong("number of layers".to_owned(), expected, n_layers.to_string()));
         }
         if top_k == 0 || top_k > n_experts as usize {
@@ -280,8 +280,8 @@ struct Tensor {
 
 /// Ids are I16.
 const MAX_EXPERTS: u32 = 1 << 15;
-/// Ten times what any published model has; with `MAX_EXPERTS` it bounds the memory of a policy.
-const MAX_LAYERS: u32 = 1 << 10;
+/// Ten times what any published model has; it bounds the memory of a policy.
+const MAX_RECORDS: u32 = 1 << 20;
 /// The header describes one tensor; the rest is what its writer had to say about it.
 const MAX_HEADER_BYTES: usize = 1 << 16;
 /// 360,000 tokens of Kimi K3.

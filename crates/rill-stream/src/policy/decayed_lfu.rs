@@ -29,10 +29,10 @@ impl Policy for DecayedLfu {
     }
 
     fn victim(&mut self, pinned: &dyn Fn(ExpertKey) -> bool) -> Option<ExpertKey> {
-        self.ranking.victim(pinned)
+        self.ranking.victim(pinned, |_| 0.0)
     }
 
-    fn score(&self, key: ExpertKey) -> f64 {
+    fn score(&mut self, key: ExpertKey) -> f64 {
         self.ranking.score(key)
     }
 

@@ -30,14 +30,14 @@ impl Policy for Lru {
     }
 
     fn victim(&mut self, pinned: &dyn Fn(ExpertKey) -> bool) -> Option<ExpertKey> {
-        self.ranking.victim(pinned)
+        self.ranking.victim(pinned, |_| 0.0)
     }
 
-    fn admit(&self, _key: ExpertKey, _victim: ExpertKey) -> bool {
+    fn admit(&mut self, _key: ExpertKey, _victim: ExpertKey) -> bool {
         true
     }
 
-    fn score(&self, key: ExpertKey) -> f64 {
+    fn score(&mut self, key: ExpertKey) -> f64 {
         self.ranking.score(key)
     }
 

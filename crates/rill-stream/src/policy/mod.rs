@@ -5,6 +5,7 @@
 //! Everything here is deterministic: equal scores are ordered by key.
 
 mod decayed_lfu;
+mod history;
 mod lru;
 mod ranking;
 mod scored;
@@ -34,13 +35,13 @@ pub trait Policy: Send {
     fn victim(&mut self, pinned: &dyn Fn(ExpertKey) -> bool) -> Option<ExpertKey>;
 
     /// Whether to keep `key`, just fetched and used, at the price of `victim`.
-    fn admit(&self, key: ExpertKey, victim: ExpertKey) -> bool {
+    fn admit(&mut self, key: ExpertKey, victim: ExpertKey) -> bool {
         self.score(key) > self.score(victim)
     }
 
     /// How much `key` is worth keeping, or reading ahead: higher is more. Comparable only with
     /// other scores of the same policy at the same moment.
-    fn score(&self, key: ExpertKey) -> f64;
+    fn score(&mut self, key: ExpertKey) -> f64;
 
     /// `key` is resident from now on.
     fn inserted(&mut self, key: ExpertKey);

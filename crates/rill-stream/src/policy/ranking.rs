@@ -56,8 +56,13 @@ impl Ranking {
         self.lowest[key.layer as usize] = Lowest::Stale;
     }
 
-    /// The resident with the lowest score that is not pinned; of equals, the first by key.
-    pub(super) fn victim(&mut self, pinned: &dyn Fn(ExpertKey) -> bool) -> Option<ExpertKey> {
+    /// The resident with the lowest score, after what `handicap` adds to those of its layer, that is
+    /// not pinned; of equals, the first by key.
+    pub(super) fn victim(
+        &mut self,
+        pinned: &dyn Fn(ExpertKey) -> bool,
+        handicap: impl Fn(u32) -> f64,
+    ) -> Option<ExpertKey> {
         let mut victim: Option<(f64, ExpertKey)> = None;
         for layer in 0..self.geometry.n_layers {
             let candidate = match self.lowest_of(layer) {
@@ -66,7 +71,7 @@ impl Ranking {
                 candidate => candidate,
             };
             let Some(key) = candidate else { continue };
-            let score = self.score(key);
+            let score = self.score(key) + handicap(layer);
             if victim.is_none_or(|(lowest, _)| score < lowest) {
                 victim = Some((score, key));
             }
