@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
+use std::sync::{PoisonError, RwLock};
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
@@ -26,6 +27,15 @@ pub struct Checkpoint {
     hasher: RandomState,
 }
 
+/// What a shard can be known by when it is no longer there.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ShardHeader {
+    /// Bytes of the whole file.
+    pub file_bytes: u64,
+    /// Its header, without the length field in front.
+    pub header: Vec<u8>,
+}
+
 impl Checkpoint {
     /// Opens `model.safetensors.index.json` and the shards it names, or else a lone
     /// `model.safetensors`. Reads headers only.
@@ -35,6 +45,19 @@ impl Checkpoint {
     /// If files are missing or cut off, if a header or the index breaks any rule of its format,
     /// or if index and shards disagree about even one tensor.
     pub fn open(folder: Folder) -> Result<Self, FormatError> {
+        Self::open_without(folder, &HashMap::new())
+    }
+
+    /// Opens a checkpoint from which shards may be missing whose headers are known, by name. All
+    /// tensors are there; reading one of a missing shard is an error.
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open); a known header breaks the rules like one in a file.
+    pub fn open_without(
+        folder: Folder,
+        known: &HashMap<String, ShardHeader>,
+    ) -> Result<Self, FormatError> {
         let mut checkpoint = Self {
             folder,
             shards: Vec::new(),
@@ -44,9 +67,9 @@ impl Checkpoint {
             hasher: RandomState::new(),
         };
         if checkpoint.folder.exists(INDEX) {
-            checkpoint.add_indexed_shards()?;
-        } else if checkpoint.folder.exists(LONE_SHARD) {
-            checkpoint.add_shard(LONE_SHARD)?;
+            checkpoint.add_indexed_shards(known)?;
+        } else if checkpoint.folder.exists(LONE_SHARD) || known.contains_key(LONE_SHARD) {
+            checkpoint.add_shard(LONE_SHARD, known)?;
         } else {
             return Err(FormatError::NoCheckpoint { folder: checkpoint.folder.describe_folder() });
         }
@@ -120,6 +143,28 @@ impl Checkpoint {
         self.shards.iter().map(|shard| shard.name.as_str())
     }
 
+    /// Reads a shard's header again, to be kept for [`open_without`](Self::open_without).
+    ///
+    /// # Errors
+    ///
+    /// If there is no such shard or its file is gone or closed, and as for [`open`](Self::open).
+    pub fn shard_header(&self, shard: &str) -> Result<ShardHeader, FormatError> {
+        let missing = || self.folder.missing(shard);
+        let found = self.shards.iter().find(|s| s.name == shard).ok_or_else(missing)?;
+        let source = found.source.read().unwrap_or_else(PoisonError::into_inner);
+        let source = source.as_ref().ok_or_else(missing)?;
+        let (header, payload_at, payload_bytes) = self.read_header(shard, source)?;
+        Ok(ShardHeader { file_bytes: payload_at + payload_bytes, header })
+    }
+
+    /// Closes a shard's file, so that deleting it frees its bytes; reading from it is an error
+    /// from then on. A shard that is not open is left as it is.
+    pub fn close_shard(&self, shard: &str) {
+        for shard in self.shards.iter().filter(|s| s.name == shard) {
+            *shard.source.write().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+    }
+
     /// Reads a tensor's bytes; `out` must have exactly its size.
     ///
     /// # Errors
@@ -172,7 +217,12 @@ impl Checkpoint {
         }
         let (shard, i) = locate(&self.shards, id.0);
         let position = shard.places[i].position + start;
-        shard.source.read_exact_at(out, position).map_err(|stopped| {
+        let source = shard.source.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(source) = source.as_ref() else {
+            let (shard, tensor) = (self.folder.describe(info.shard), info.name.to_owned());
+            return Err(FormatError::ShardGone { shard, tensor });
+        };
+        source.read_exact_at(out, position).map_err(|stopped| {
             let shard = self.folder.describe(info.shard);
             let tensor = info.name.to_owned();
             let byte = position + stopped.filled as u64;
@@ -206,7 +256,10 @@ impl Checkpoint {
 
     /// One pass over the index: shards are opened when it first names them, and every line is
     /// looked up in the shard it points at.
-    fn add_indexed_shards(&mut self) -> Result<(), FormatError> {
+    fn add_indexed_shards(
+        &mut self,
+        known: &HashMap<String, ShardHeader>,
+    ) -> Result<(), FormatError> {
         let (stream, index_bytes) = self.folder.stream(INDEX, MAX_INDEX_BYTES)?;
         // Growing the table hashes every name again; a line of a real index has about this size.
         self.ids.reserve(index_bytes as usize / INDEX_LINE_BYTES, |_| unreachable!("it is empty"));
@@ -215,6 +268,7 @@ impl Checkpoint {
             shard_numbers: HashMap::new(),
             named: Vec::new(),
             misplaced: None,
+            known,
             checkpoint: self,
         };
         let index = placing.index.clone();
@@ -223,12 +277,31 @@ impl Checkpoint {
     }
 
     /// Reads and checks a shard's header and appends its tensors.
-    fn add_shard(&mut self, name: &str) -> Result<(), FormatError> {
-        let source = self.folder.open(name)?;
+    fn add_shard(
+        &mut self,
+        name: &str,
+        known: &HashMap<String, ShardHeader>,
+    ) -> Result<(), FormatError> {
         let described = self.folder.describe(name);
-        let (header, payload_at, payload_bytes) = self.read_header(name, &source)?;
-        let entries = parse_header(&described, &header, payload_bytes)?;
-        drop(header);
+        let (source, entries, payload_at, payload_bytes) = match known.get(name) {
+            Some(ShardHeader { file_bytes, header }) if !self.folder.exists(name) => {
+                let payload_at = 8 + header.len() as u64;
+                let payload_bytes = file_bytes.checked_sub(payload_at);
+                let payload_bytes = payload_bytes.ok_or_else(|| FormatError::HeaderCutOff {
+                    shard: described.clone(),
+                    expected: payload_at,
+                    found: *file_bytes,
+                })?;
+                let entries = parse_header(&described, header, payload_bytes)?;
+                (None, entries, payload_at, payload_bytes)
+            }
+            _ => {
+                let source = self.folder.open(name)?;
+                let (header, payload_at, payload_bytes) = self.read_header(name, &source)?;
+                let entries = parse_header(&described, &header, payload_bytes)?;
+                (Some(source), entries, payload_at, payload_bytes)
+            }
+        };
 
         let first_id = self.n_tensors;
         let n_tensors = u32::try_from(entries.len())
@@ -322,6 +395,8 @@ struct Placing<'a> {
     /// The first tensor that is not where the index says, and where that is. Judged at the end,
     /// when all shards are known.
     misplaced: Option<(String, usize)>,
+    /// Headers of shards that may be missing.
+    known: &'a HashMap<String, ShardHeader>,
 }
 
 impl Placing<'_> {
@@ -359,7 +434,7 @@ impl Placing<'_> {
             });
         }
         let number = self.checkpoint.shards.len();
-        self.checkpoint.add_shard(shard).map_err(|error| match error {
+        self.checkpoint.add_shard(shard, self.known).map_err(|error| match error {
             FormatError::MissingFile { file } => FormatError::MissingShard {
                 index: self.index.clone(),
                 shard: file,
@@ -402,7 +477,8 @@ impl Placing<'_> {
 #[derive(Debug)]
 struct Shard {
     name: String,
-    source: Source,
+    /// `None` when the file is gone or closed.
+    source: RwLock<Option<Source>>,
     first_id: u32,
     names: Box<str>,
     dims: Box<[u64]>,
@@ -422,7 +498,7 @@ struct Place {
 impl Shard {
     fn new(
         name: &str,
-        source: Source,
+        source: Option<Source>,
         first_id: u32,
         payload_at: u64,
         entries: &[HeaderEntry],
@@ -444,7 +520,7 @@ impl Shard {
         }
         Self {
             name: name.to_owned(),
-            source,
+            source: RwLock::new(source),
             first_id,
             names: names.into_boxed_str(),
             dims: dims.into_boxed_slice(),

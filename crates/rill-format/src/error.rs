@@ -112,6 +112,18 @@ pub enum FormatError {
         tensor: String,
     },
 
+    /// A shard that was deleted, or closed to be deleted, because it was no longer needed.
+    #[error(
+        "{shard} was deleted after it had been converted, and tensor {tensor:?} in it is needed \
+         again; download the shard once more, then run the conversion again"
+    )]
+    ShardGone {
+        /// The shard.
+        shard: String,
+        /// The tensor that was to be read.
+        tensor: String,
+    },
+
     /// The index names a tensor twice.
     #[error("{index} names tensor {tensor:?} twice; download the index again")]
     IndexedTwice {

@@ -110,7 +110,7 @@ impl Folder {
         }
     }
 
-    fn missing(&self, file: &str) -> FormatError {
+    pub(crate) fn missing(&self, file: &str) -> FormatError {
         FormatError::MissingFile { file: self.describe(file) }
     }
 

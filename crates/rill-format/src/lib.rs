@@ -16,7 +16,7 @@ mod read_at;
 mod tensor;
 mod waste;
 
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, ShardHeader};
 pub use error::FormatError;
 pub use folder::Folder;
 pub use header::{HeaderEntry, parse_header};

@@ -2,11 +2,12 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use rill_format::{Checkpoint, Dtype, Folder};
+use rill_format::{Checkpoint, Dtype, Folder, FormatError, ShardHeader};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as TheirDtype, TensorView, serialize_to_file};
 
@@ -44,6 +45,50 @@ fn the_four_dtypes_come_back_as_the_safetensors_crate_wrote_them() {
     let mut row = [0; 64];
     checkpoint.read_range_into(id, 128, &mut row).unwrap();
     assert_eq!(row, bytes[128..192]);
+}
+
+#[test]
+fn a_missing_shard_is_known_by_its_header_and_cannot_be_read() {
+    const SHARD: &str = "model-00002-of-000003.safetensors";
+    let dir = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(repository().join("fixtures/k3-tiny")).unwrap().flatten() {
+        fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+    }
+    let folder = || Folder::Disk(dir.path().to_owned());
+    let whole = Checkpoint::open(folder()).unwrap();
+    let header = whole.shard_header(SHARD).unwrap();
+    let path = dir.path().join(SHARD);
+    assert_eq!(header.file_bytes, fs::metadata(&path).unwrap().len());
+    fs::remove_file(&path).unwrap();
+    assert!(matches!(Checkpoint::open(folder()), Err(FormatError::MissingShard { .. })));
+
+    let known = HashMap::from([(SHARD.to_owned(), header.clone())]);
+    let partial = Checkpoint::open_without(folder(), &known).unwrap();
+    assert_eq!(partial.payload_bytes(), whole.payload_bytes());
+    for (a, b) in whole.iter().zip(partial.iter()) {
+        assert_eq!((a.name, a.dtype, a.shape, a.shard), (b.name, b.dtype, b.shape, b.shard));
+        match partial.read(b.id) {
+            Ok(bytes) => assert!(b.shard != SHARD && bytes == whole.read(a.id).unwrap()),
+            Err(error) => {
+                assert!(b.shard == SHARD && matches!(error, FormatError::ShardGone { .. }))
+            }
+        }
+    }
+    assert!(partial.shard_header(SHARD).is_err());
+    // The open file outlives its name, until it is closed.
+    let id = whole.iter().find(|t| t.shard == SHARD).unwrap().id;
+    whole.close_shard(SHARD);
+    assert!(matches!(whole.read(id), Err(FormatError::ShardGone { .. })));
+
+    for damaged in [
+        ShardHeader { file_bytes: header.file_bytes - 1, header: header.header.clone() },
+        ShardHeader { file_bytes: 7, header: header.header.clone() },
+        ShardHeader { file_bytes: header.file_bytes, header: header.header[1..].to_vec() },
+    ] {
+        let known = HashMap::from([(SHARD.to_owned(), damaged)]);
+        let error = Checkpoint::open_without(folder(), &known).unwrap_err().to_string();
+        assert!(error.contains(SHARD), "{error}");
+    }
 }
 
 #[test]
