@@ -11,4 +11,4 @@ mod write;
 
 pub use alloc::PeakAlloc;
 pub use models::{Dtype, Tensor, kimi_k3_tensors, kimi_linear_tensors, tensors};
-pub use write::{HeaderOnly, shard_bytes, write_header_only};
+pub use write::{HeaderOnly, shard_bytes, write_checkpoint, write_header_only};

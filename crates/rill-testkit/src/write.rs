@@ -1,7 +1,7 @@
 //! Writes checkpoints for tests: whole ones without weights, and single shards byte by byte.
 
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::Path;
 
 use crate::Tensor;
@@ -34,6 +34,21 @@ pub fn write_header_only(
     tensors: &[Tensor],
     n_shards: usize,
 ) -> io::Result<HeaderOnly> {
+    write_checkpoint(dir, tensors, n_shards, |_| Vec::new())
+}
+
+/// [`write_header_only`] with the bytes of tensors, as far as `bytes_of` gives them: what is short of
+/// a tensor's size stays a hole.
+///
+/// # Panics
+///
+/// As `write_header_only`, and if there are more bytes than the tensor has.
+pub fn write_checkpoint(
+    dir: &Path,
+    tensors: &[Tensor],
+    n_shards: usize,
+    bytes_of: impl Fn(&Tensor) -> Vec<u8>,
+) -> io::Result<HeaderOnly> {
     assert!((1..=tensors.len()).contains(&n_shards));
     let mut written = HeaderOnly {
         shards: n_shards,
@@ -63,6 +78,14 @@ pub fn write_header_only(
         let mut file = File::create(dir.join(shard_name(shard, n_shards)))?;
         file.write_all(&shard_bytes(&header, &[]))?;
         file.set_len(file_bytes)?;
+        let mut at = 8 + header.len() as u64;
+        for tensor in group {
+            let bytes = bytes_of(tensor);
+            assert!(bytes.len() as u64 <= tensor.bytes());
+            file.seek(SeekFrom::Start(at))?;
+            file.write_all(&bytes)?;
+            at += tensor.bytes();
+        }
         written.shard_bytes += file_bytes;
     }
 
