@@ -1,7 +1,8 @@
-//! The long forms of two tests, for `.ci/soak`:
+//! The long forms of three tests, for `.ci/soak`:
 //!
 //! ```sh
 //! cargo run --release -p rill-cli --example soak -- target/release/rill kill-convert 100
+//! cargo run --release -p rill-cli --example soak -- target/release/rill kill-reclaim 100
 //! cargo run --release -p rill-cli --example soak -- target/release/rill container-mutations 5000
 //! ```
 
@@ -25,8 +26,9 @@ fn main() -> ExitCode {
     // Other places every time; a failure names its seed.
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as u64);
     let found = match step.as_str() {
-        "kill-convert" => {
-            kills::kill_and_resume(rill, &repository.join("models/k3-nano"), count, seed)
+        "kill-convert" | "kill-reclaim" => {
+            let reclaim = step == "kill-reclaim";
+            kills::kill_and_resume(rill, &repository.join("models/k3-nano"), count, seed, reclaim)
                 .map(|kills| format!("{kills:?}"))
         }
         "container-mutations" => {
@@ -48,6 +50,6 @@ fn main() -> ExitCode {
 }
 
 fn usage() -> ExitCode {
-    eprintln!("usage: soak RILL kill-convert|container-mutations COUNT");
+    eprintln!("usage: soak RILL kill-convert|kill-reclaim|container-mutations COUNT");
     ExitCode::from(2)
 }

@@ -247,9 +247,31 @@ pub(crate) struct ConvertArgs {
     #[arg(long, value_name = "FOLDER=SHARE", value_parser = share)]
     pub(crate) spread: Vec<(PathBuf, f64)>,
 
+    /// Delete each shard of the checkpoint once everything in it has been converted, synced and read
+    /// back; `dry` only says what would be deleted and when, and converts nothing
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHEN",
+        requires = "destination",
+        conflicts_with = "estimate"
+    )]
+    pub(crate) reclaim: Option<When>,
+
+    /// With --reclaim: do not compare shards with their published SHA-256 (from a SHA256SUMS file
+    /// beside them, or from what the Hugging Face client noted) before deleting them
+    #[arg(long, requires = "reclaim")]
+    pub(crate) trust_source: bool,
+
     /// Only say how large it gets, from headers alone
     #[arg(long)]
     pub(crate) estimate: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum When {
+    Dry,
+    On,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

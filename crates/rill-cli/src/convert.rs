@@ -7,26 +7,29 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use rill::Checkpoint;
 use rill_convert::{
-    Control, ConvertError, ConvertSource, ExpertCodec, Plan, Progress, TrunkCodec, WeightError,
-    weight_errors,
+    Control, ConvertError, ConvertSource, Deletion, ExpertCodec, Plan, Progress, Reclaim,
+    TrunkCodec, WeightError, deletions, open_checkpoint, weight_errors,
 };
 use rill_format::container::Container;
 use serde_json::json;
 
-use crate::args::{ConvertArgs, Experts, Trunk, VerifyArgs};
+use crate::args::{ConvertArgs, Experts, Trunk, VerifyArgs, When};
 use crate::model;
 use crate::output::{Outcome, bytes, interrupt_flag, note, print, status};
 
 pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
-    let folder = model::folder(Some(&args.source))?;
-    // A container of a model that cannot be run would be found out hours later.
-    let about = rill::describe(folder)?;
-    let source = open_source(&args.source)?;
+    let source = Source::open(&args.source, args.destination.as_deref())?;
+    // A container of a model that cannot be run would be found out hours later. When shards have
+    // been deleted, this has been looked at.
+    let about = match source.is_whole() {
+        true => Some(rill::describe(model::folder(Some(&args.source))?)?),
+        false => None,
+    };
     let (experts, trunk) = (expert_codec(args.experts), trunk_codec(args.trunk));
-    let plan = Plan::new(&*source, experts, trunk)?.spread(&args.spread)?;
+    let plan = Plan::new(source.get(), experts, trunk)?.spread(&args.spread)?;
     if args.estimate {
         print(format!(
             "container   {}\ntrunk       {}\nexperts     {} in {} records of {}\nsource      {}\n",
@@ -35,32 +38,68 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
             bytes(plan.expert_bytes()),
             plan.n_experts(),
             bytes(plan.record_bytes()),
-            bytes(about.payload_bytes),
+            about.map_or_else(String::new, |about| bytes(about.payload_bytes)),
         ))?;
         return Ok(Outcome::Done);
     }
     let Some(destination) = &args.destination else {
         crate::prompt::usage("name the folder to write to, or ask for an --estimate");
     };
+    let reclaim = match (&source, args.reclaim) {
+        (_, None) => None,
+        (Source::Checkpoint(checkpoint), Some(when)) => {
+            Some((checkpoint, Reclaim::new(checkpoint, args.trust_source)?, when))
+        }
+        (Source::Container(_), Some(_)) => bail!(
+            "{} is a container; --reclaim deletes the shards of published checkpoints only",
+            args.source.display()
+        ),
+    };
+    if let Some((checkpoint, reclaim, When::Dry)) = &reclaim {
+        print(schedule(&deletions(checkpoint, &plan, reclaim), plan.container_bytes()))?;
+        return Ok(Outcome::Done);
+    }
     let interrupted = interrupt_flag()?;
     let meter = Meter::new(&interrupted);
     let control = Control { jobs: jobs(args.jobs), progress: &|p| meter.tell(p) };
-    let result = rill_convert::convert(&*source, &plan, destination, &control);
+    let result = match &reclaim {
+        Some((checkpoint, reclaim, _)) => {
+            rill_convert::convert_and_reclaim(checkpoint, &plan, destination, &control, reclaim)
+                .map(Some)
+        }
+        None => rill_convert::convert(source.get(), &plan, destination, &control).map(|()| None),
+    };
     meter.end();
-    match result {
+    let reclaimed = match result {
         Err(ConvertError::Cancelled) => {
             note("rill: stopped; the same command goes on where it stopped");
             return Ok(Outcome::Interrupted);
         }
         result => result?,
-    }
+    };
     let fingerprint = Container::open(destination.clone())?.manifest().fingerprint.clone();
+    let reclaimed = reclaimed.map_or_else(String::new, |r| {
+        format!("deleted {} shards of {}, {}\n", r.files, args.source.display(), bytes(r.bytes))
+    });
     print(format!(
-        "{}: {}, fingerprint {fingerprint}\n",
+        "{}: {}, fingerprint {fingerprint}\n{reclaimed}",
         destination.display(),
         bytes(plan.container_bytes())
     ))?;
     Ok(Outcome::Done)
+}
+
+/// What would be deleted, and after how much has been written.
+fn schedule(deletions: &[Deletion], container_bytes: u64) -> String {
+    let total = bytes(container_bytes);
+    let line = |d: &Deletion| {
+        let after = format!("after {} of {total}", bytes(d.written_bytes));
+        format!("{}  {:>10}  {after}\n", d.file, bytes(d.bytes))
+    };
+    let mut text: String = deletions.iter().map(line).collect();
+    let freed = bytes(deletions.iter().map(|d| d.bytes).sum());
+    text.push_str(&format!("{freed} would be deleted; nothing was written or deleted\n"));
+    text
 }
 
 pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
@@ -68,12 +107,12 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
     model::folder(Some(&args.path))?;
     let container = Container::open(args.path.clone())?;
     // A source that is not there would be found out hours later.
-    let source = args.source.as_deref().map(open_source).transpose()?;
+    let source = args.source.as_deref().map(|path| Source::open(path, None)).transpose()?;
     let interrupted = interrupt_flag()?;
     let meter = Meter::new(&interrupted);
     let control = Control { jobs: jobs(args.jobs), progress: &|p| meter.tell(p) };
     let result = rill_convert::verify(&container, &control)
-        .and_then(|()| source.map(|s| weight_errors(&container, &*s, &control)).transpose());
+        .and_then(|()| source.map(|s| weight_errors(&container, s.get(), &control)).transpose());
     meter.end();
     let errors = match result {
         Err(ConvertError::Cancelled) => return Ok(Outcome::Interrupted),
@@ -95,11 +134,38 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-fn open_source(path: &Path) -> Result<Box<dyn ConvertSource>> {
-    Ok(match Container::is_container(path) {
-        true => Box::new(Container::open(path.to_owned())?),
-        false => Box::new(Checkpoint::open(model::folder(Some(path))?)?),
-    })
+/// What is converted, or compared with.
+enum Source {
+    Checkpoint(Checkpoint),
+    Container(Box<Container>),
+}
+
+impl Source {
+    /// Opens whatever a folder holds. A conversion into `destination` may have deleted shards of it.
+    fn open(path: &Path, destination: Option<&Path>) -> Result<Self> {
+        let folder = model::folder(Some(path))?;
+        if Container::is_container(path) {
+            return Ok(Self::Container(Box::new(Container::open(path.to_owned())?)));
+        }
+        Ok(Self::Checkpoint(match destination {
+            Some(destination) => open_checkpoint(folder, destination)?,
+            None => Checkpoint::open(folder)?,
+        }))
+    }
+
+    fn get(&self) -> &dyn ConvertSource {
+        match self {
+            Self::Checkpoint(checkpoint) => checkpoint,
+            Self::Container(container) => &**container,
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        match self {
+            Self::Checkpoint(c) => c.shards().all(|shard| c.folder().exists(shard)),
+            Self::Container(_) => true,
+        }
+    }
 }
 
 /// Classes with the mean and the largest relative error of their tensors.

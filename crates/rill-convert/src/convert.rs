@@ -1,31 +1,34 @@
 //! Carrying a plan out.
 //!
-//! The destination first gets `convert.json`, which names the plan and is locked while a process
-//! is at work. Files are made at their final size; every run and every record is a task of its
-//! own that writes its own bytes, so the result does not depend on order or number of threads. A
-//! record that is whole proves itself by its checksums; a finished run is noted in `convert.log`
-//! with its checksum and is checked against it. When all is done and synced, the manifest is
-//! written, and the two notes are removed.
+//! The destination first gets `convert.json` (`note.rs`), which names the plan and is locked while
+//! a process is at work. Files are made at their final size; every run and every record is a task
+//! of its own that writes its own bytes, so the result does not depend on order or number of
+//! threads. Tasks go through the source file by file. A record that is whole proves itself by its
+//! checksums; a finished run is noted in `convert.log` with its checksum and is checked against it.
+//! What was made from a file of the source that has changed since is made again. When all is done
+//! and synced, the manifest is written, and the notes are removed.
 
-use std::collections::HashMap;
-use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Read, Write};
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::io;
 use std::ops::ControlFlow;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use rill_format::Folder;
 use rill_format::container::{
     self, Checksum, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex,
 };
+use rill_format::{Checkpoint, Folder};
 use rill_kernels::Matrix;
 
+use crate::disk::{LineFile, OutFile, allocated_bytes, available_bytes, io_error, sync_folder};
 use crate::error::ConvertError;
+use crate::note::{NOTE, Note, SourceFile};
 use crate::plan::Plan;
+use crate::reclaim::{self, Deletion, Ledger, Reclaim, Reclaimed};
 use crate::source::{ConvertSource, Form, SourceTensor, StoredBytes, kernel_codec};
 
-const NOTE: &str = "convert.json";
 const LOG: &str = "convert.log";
 /// Source bytes that one task holds at a time while it works through a tensor of the trunk.
 const PIECE_BYTES: u64 = 16 << 20;
@@ -61,15 +64,69 @@ pub fn convert(
     destination: &Path,
     control: &Control<'_>,
 ) -> Result<(), ConvertError> {
+    carry_out(source, plan, destination, control, None)
+}
+
+/// [`convert`], and deletes each shard of the checkpoint once nothing more is to be read from it.
+///
+/// Before a shard is deleted, everything made from it has been synced and read back and has the
+/// checksums it was made with, and a line of `reclaim.log` says so. When a task fails, the shards it
+/// reads stay. A resumed conversion must open its source with
+/// [`open_checkpoint`](crate::open_checkpoint), because shards are missing by then.
+///
+/// # Errors
+/// See [`ConvertError`]; after any of them the same call goes on where it stopped.
+pub fn convert_and_reclaim(
+    source: &Checkpoint,
+    plan: &Plan,
+    destination: &Path,
+    control: &Control<'_>,
+    reclaim: &Reclaim,
+) -> Result<Reclaimed, ConvertError> {
+    reclaim.check_plan(source, plan)?;
+    let reclaimer = Reclaimer {
+        source,
+        reclaim,
+        left: Mutex::default(),
+        ledger: Mutex::new(None),
+        reclaimed: Mutex::default(),
+    };
+    carry_out(source, plan, destination, control, Some(&reclaimer))?;
+    Ok(reclaimer.reclaimed.into_inner().expect("no worker panicked"))
+}
+
+/// What [`convert_and_reclaim`] would delete, in order.
+pub fn deletions(source: &Checkpoint, plan: &Plan, reclaim: &Reclaim) -> Vec<Deletion> {
+    Work::new(source, plan, Some(reclaim)).deletions(plan, reclaim)
+}
+
+fn carry_out(
+    source: &dyn ConvertSource,
+    plan: &Plan,
+    destination: &Path,
+    control: &Control<'_>,
+    reclaimer: Option<&Reclaimer<'_>>,
+) -> Result<(), ConvertError> {
     check_apart(&source.folder(), destination, plan)?;
     source.check()?;
-    let Some(target) = Target::prepare(destination, plan)? else { return Ok(()) };
-    let tasks = target.tasks(plan);
+    let work = Work::new(source, plan, reclaimer.map(|r| r.reclaim));
+    let saving = reclaimer.map_or(0, |r| {
+        let deletions = work.deletions(plan, r.reclaim);
+        reclaim::saving_bytes(source, destination, plan.container_bytes(), &deletions)
+    });
+    let Some(target) = Target::prepare(destination, plan, source, &work, saving)? else {
+        return Ok(());
+    };
+    if let Some(reclaimer) = reclaimer {
+        reclaimer.begin(destination, &work)?;
+    }
     let job = Job {
         source,
         plan,
         target: &target,
         control,
+        work: &work,
+        reclaimer,
         state: Mutex::new(State {
             progress: Progress {
                 done_bytes: 0,
@@ -82,15 +139,18 @@ pub fn convert(
         stop: AtomicBool::new(false),
     };
     let next = AtomicUsize::new(0);
-    let work = || -> Result<(), ConvertError> {
+    let worker = || -> Result<(), ConvertError> {
         while !job.stop.load(Ordering::Relaxed) {
-            let Some(task) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
-            job.run(task).inspect_err(|_| job.stop.store(true, Ordering::Relaxed))?;
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            if index >= work.tasks.len() {
+                break;
+            }
+            job.run(index).inspect_err(|_| job.stop.store(true, Ordering::Relaxed))?;
         }
         Ok(())
     };
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..control.jobs.max(1)).map(|_| scope.spawn(work)).collect();
+        let workers: Vec<_> = (0..control.jobs.max(1)).map(|_| scope.spawn(worker)).collect();
         // The first error in order of threads; all have stopped by then.
         workers
             .into_iter()
@@ -103,8 +163,95 @@ pub fn convert(
 
 #[derive(Clone, Copy, Debug)]
 enum Task {
+    /// Compare a file of the source with its published checksum.
+    Check(usize),
     Run(usize),
-    Record { bank: usize, expert: u32 },
+    Record {
+        bank: usize,
+        expert: u32,
+    },
+}
+
+/// Everything there is to do.
+struct Work {
+    /// The source's files by number.
+    files: Vec<String>,
+    /// Tasks, and the numbers of the files they read, ascending. In order of the first of these, so
+    /// that a file is done with when tasks that begin in the next one come up.
+    tasks: Vec<(Task, Vec<usize>)>,
+}
+
+impl Work {
+    fn new(source: &dyn ConvertSource, plan: &Plan, reclaim: Option<&Reclaim>) -> Self {
+        let files = source.files();
+        let numbers: HashMap<&str, usize> =
+            files.iter().zip(0..).map(|(name, i)| (name.as_str(), i)).collect();
+        let numbered = |names: &mut dyn Iterator<Item = &str>| {
+            let mut found: Vec<usize> =
+                names.filter_map(|name| numbers.get(name).copied()).collect();
+            found.sort_unstable();
+            found.dedup();
+            found
+        };
+        let mut tasks = Vec::new();
+        for (index, tensors) in plan.run_sources.iter().enumerate() {
+            let read = numbered(&mut tensors.iter().map(|tensor| tensor.file.as_str()));
+            tasks.push((Task::Run(index), read));
+        }
+        for (bank, of) in plan.banks().iter().enumerate() {
+            let experts = plan.expert_sources.as_ref().expect("banks have sources");
+            for expert in 0..of.experts {
+                let read = numbered(&mut source.expert_files(experts, bank, expert).into_iter());
+                tasks.push((Task::Record { bank, expert }, read));
+            }
+        }
+        // A wrong shard must be found out before its neighbours go, which what it was made into
+        // has to be made from again: comparing it counts as reading everything read with it.
+        let is_checked = |name: &str| {
+            let shard = reclaim.and_then(|reclaim| reclaim.find(name));
+            shard.is_some_and(|shard| shard.expected.is_some())
+        };
+        let checks = (0..files.len()).filter(|&file| is_checked(&files[file])).map(|file| {
+            let together = tasks.iter().filter(|(_, read)| read.contains(&file));
+            let mut read: Vec<usize> = together.flat_map(|(_, read)| read.clone()).collect();
+            read.push(file);
+            read.sort_unstable();
+            read.dedup();
+            (Task::Check(file), read)
+        });
+        let mut tasks: Vec<_> = checks.collect::<Vec<_>>().into_iter().chain(tasks).collect();
+        // Stable: equals stay in the order of the container.
+        tasks.sort_by_key(|(_, read)| read.first().copied());
+        Self { files, tasks }
+    }
+
+    /// How many tasks read each file.
+    fn readers(&self) -> Vec<usize> {
+        let mut readers = vec![0; self.files.len()];
+        self.tasks.iter().flat_map(|(_, read)| read).for_each(|&file| readers[file] += 1);
+        readers
+    }
+
+    fn deletions(&self, plan: &Plan, reclaim: &Reclaim) -> Vec<Deletion> {
+        let mut left = self.readers();
+        let mut written_bytes = 0;
+        let mut deletions = Vec::new();
+        for (task, read) in &self.tasks {
+            written_bytes += match *task {
+                Task::Check(_) => 0,
+                Task::Run(index) => plan.manifest.trunk.runs[index].bytes,
+                Task::Record { .. } => plan.record_bytes(),
+            };
+            for &file in read {
+                left[file] -= 1;
+                if let Some(shard) = reclaim.find(&self.files[file]).filter(|_| left[file] == 0) {
+                    let (file, bytes) = (shard.name.clone(), shard.bytes);
+                    deletions.push(Deletion { file, bytes, written_bytes });
+                }
+            }
+        }
+        deletions
+    }
 }
 
 /// What the workers share.
@@ -113,6 +260,8 @@ struct Job<'a> {
     plan: &'a Plan,
     target: &'a Target,
     control: &'a Control<'a>,
+    work: &'a Work,
+    reclaimer: Option<&'a Reclaimer<'a>>,
     state: Mutex<State>,
     stop: AtomicBool,
 }
@@ -124,9 +273,31 @@ struct State {
     record_checksums: Vec<Vec<u64>>,
 }
 
+/// What deleting shards needs.
+struct Reclaimer<'a> {
+    source: &'a Checkpoint,
+    reclaim: &'a Reclaim,
+    /// By file: tasks that have not finished.
+    left: Mutex<Vec<usize>>,
+    /// Also lets one shard go at a time.
+    ledger: Mutex<Option<Ledger>>,
+    reclaimed: Mutex<Reclaimed>,
+}
+
+impl Reclaimer<'_> {
+    fn begin(&self, destination: &Path, work: &Work) -> Result<(), ConvertError> {
+        *self.left.lock().expect("no worker panicked") = work.readers();
+        let ledger = Ledger::open(destination, self.source)?;
+        *self.ledger.lock().expect("no worker panicked") = Some(ledger);
+        Ok(())
+    }
+}
+
 impl Job<'_> {
-    fn run(&self, task: &Task) -> Result<(), ConvertError> {
+    fn run(&self, index: usize) -> Result<(), ConvertError> {
+        let (task, read) = &self.work.tasks[index];
         match *task {
+            Task::Check(file) => self.check_file(file)?,
             Task::Run(index) => {
                 let run = &self.plan.manifest.trunk.runs[index];
                 let finished = self.target.finished_run(index, run)?;
@@ -140,7 +311,7 @@ impl Job<'_> {
                 };
                 self.done(run.bytes, finished.is_some(), |state| {
                     state.run_checksums[index] = checksum;
-                })
+                })?;
             }
             Task::Record { bank, expert } => {
                 let finished = self.target.finished_record(self.plan, bank, expert)?;
@@ -150,9 +321,21 @@ impl Job<'_> {
                 };
                 self.done(self.plan.record_bytes(), finished.is_some(), |state| {
                     state.record_checksums[bank][expert as usize] = checksum;
-                })
+                })?;
             }
         }
+        let Some(reclaimer) = self.reclaimer else { return Ok(()) };
+        for &file in read {
+            let left = {
+                let mut left = reclaimer.left.lock().expect("no worker panicked");
+                left[file] -= 1;
+                left[file]
+            };
+            if left == 0 {
+                self.give_back(reclaimer, file)?;
+            }
+        }
+        Ok(())
     }
 
     fn done(
@@ -170,10 +353,93 @@ impl Job<'_> {
             }
             state.progress
         };
+        self.tell(progress)
+    }
+
+    fn tell(&self, progress: Progress) -> Result<(), ConvertError> {
         match (self.control.progress)(progress) {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(ConvertError::Cancelled),
         }
+    }
+
+    /// Compares a shard with its published checksum, unless that was done before.
+    fn check_file(&self, file: usize) -> Result<(), ConvertError> {
+        let Some(reclaimer) = self.reclaimer else { return Ok(()) };
+        let name = &self.work.files[file];
+        let Some(shard) = reclaimer.reclaim.find(name) else { return Ok(()) };
+        let line = format!("checked {file} {} {}", shard.bytes, shard.modified_ns);
+        if self.target.checked.contains(&line) {
+            return Ok(());
+        }
+        shard.check_bytes(&|| {
+            let progress = self.state.lock().expect("no worker panicked").progress;
+            self.tell(progress)
+        })?;
+        self.target.log.lock().expect("no worker panicked").append(&line)
+    }
+
+    /// Deletes a shard that all of its tasks are done with. Until the deletion itself any failure
+    /// leaves it where it is.
+    fn give_back(&self, reclaimer: &Reclaimer<'_>, file: usize) -> Result<(), ConvertError> {
+        let name = &self.work.files[file];
+        // Gone before, or not to be deleted.
+        let Some(shard) = reclaimer.reclaim.find(name) else { return Ok(()) };
+        let mut ledger = reclaimer.ledger.lock().expect("no worker panicked");
+        let made = self.work.tasks.iter().filter(|(_, read)| read.contains(&file));
+        let made: Vec<Task> = made.map(|(task, _)| *task).collect();
+        self.target.sync(&made)?;
+        // What was written is the only copy from now on, so it is read again, from the drive where
+        // the system can be told to. A record that is not as it was written is then found here, with
+        // the shard still there to make it again from.
+        for task in &made {
+            let (intact, what) = match *task {
+                Task::Check(_) => continue,
+                Task::Run(index) => {
+                    let run = &self.plan.manifest.trunk.runs[index];
+                    let expected =
+                        self.state.lock().expect("no worker panicked").run_checksums[index];
+                    (self.target.run_checksum(run)? == expected, format!("the run {:?}", run.name))
+                }
+                Task::Record { bank, expert } => {
+                    let expected = self.state.lock().expect("no worker panicked").record_checksums
+                        [bank][expert as usize];
+                    let found = self.target.finished_record(self.plan, bank, expert)?;
+                    let layer = self.plan.banks()[bank].layer;
+                    (found == Some(expected), format!("expert {expert} of layer {layer}"))
+                }
+            };
+            if !intact {
+                let folder = self.target.folder.display().to_string();
+                return Err(ConvertError::ReadBack { folder, what, shard: name.clone() });
+            }
+        }
+        let covered_by = self.covering(&made);
+        let ledger = ledger.as_mut().expect("opened before the workers started");
+        ledger.delete(reclaimer.source, shard, covered_by)?;
+        let mut reclaimed = reclaimer.reclaimed.lock().expect("no worker panicked");
+        reclaimed.files += 1;
+        reclaimed.bytes += shard.bytes;
+        Ok(())
+    }
+
+    /// What was made by some tasks, for people.
+    fn covering(&self, tasks: &[Task]) -> Vec<String> {
+        let mut covering = Vec::new();
+        let mut records = vec![0u32; self.plan.banks().len()];
+        for task in tasks {
+            match *task {
+                Task::Check(_) => {}
+                Task::Run(index) => {
+                    covering.push(format!("run {}", self.plan.manifest.trunk.runs[index].name));
+                }
+                Task::Record { bank, .. } => records[bank] += 1,
+            }
+        }
+        for (bank, n) in self.plan.banks().iter().zip(records).filter(|(_, n)| *n > 0) {
+            covering.push(format!("{n} of {} experts of layer {}", bank.experts, bank.layer));
+        }
+        covering
     }
 
     /// Writes a run from start to end and returns its checksum.
@@ -303,20 +569,29 @@ struct Target {
     /// Per bank and stripe: the file, and the bytes of each record that lie there.
     banks: Vec<Vec<(OutFile, usize)>>,
     /// Held, and locked, until the end.
-    _note: File,
-    log: Mutex<OutFile>,
+    _note: Note,
+    log: Mutex<LineFile>,
     /// Checksums of runs that an earlier process finished.
     finished_runs: HashMap<usize, u64>,
+    /// Lines about files of the source that an earlier process found to be as published.
+    checked: HashSet<String>,
 }
 
 impl Target {
     /// Opens or makes the files; `None` when the container is whole already.
-    fn prepare(folder: &Path, plan: &Plan) -> Result<Option<Self>, ConvertError> {
+    fn prepare(
+        folder: &Path,
+        plan: &Plan,
+        source: &dyn ConvertSource,
+        work: &Work,
+        saving_bytes: u64,
+    ) -> Result<Option<Self>, ConvertError> {
         let name = folder.display().to_string();
         let io_error = |doing, source| ConvertError::Io { file: name.clone(), doing, source };
         fs::create_dir_all(folder).map_err(|e| io_error("making the folder", e))?;
         let begun = folder.join(NOTE).exists();
         if !begun && folder.join(MANIFEST).exists() {
+            reclaim::remove_notes(folder)?;
             return Err(ConvertError::Exists { folder: name });
         }
         if !begun && fs::read_dir(folder).map_err(|e| io_error("listing it", e))?.next().is_some() {
@@ -334,8 +609,8 @@ impl Target {
             return Err(ConvertError::NotEmpty { folder: path.display().to_string() });
         }
         // Before the note, which would commit the folder to a plan that does not fit.
-        check_space(folder, plan)?;
-        let note = lock_note(folder, plan)?;
+        check_space(folder, plan, saving_bytes)?;
+        let mut note = Note::lock(folder, plan)?;
         if folder.join(MANIFEST).exists() {
             // Killed with nothing left to do but this, or another process has just ended.
             remove_notes(folder)?;
@@ -350,31 +625,53 @@ impl Target {
             };
             bank.stripes.iter().map(open).collect()
         });
-        let banks = banks.collect::<Result<_, ConvertError>>()?;
-        let log_path = folder.join(LOG);
-        let log_text = fs::read_to_string(&log_path).unwrap_or_default();
+        let banks = banks.collect::<Result<Vec<_>, ConvertError>>()?;
+        let (mut log, log_text) = LineFile::open(folder.join(LOG))?;
+        let mut finished_runs = parse_log(&log_text);
+
+        let source_folder = source.folder();
+        let now: Vec<SourceFile> =
+            work.files.iter().filter_map(|name| SourceFile::find(&source_folder, name)).collect();
+        // A shard that was deleted and fetched again is as good as it was.
+        let gone = reclaim::deleted_shards(folder)?;
+        let changed: HashSet<String> =
+            note.changed(&now).into_iter().filter(|name| !gone.contains(name)).collect();
+        let stale = |read: &[usize]| read.iter().any(|&f| changed.contains(&work.files[f]));
+        for (task, _) in work.tasks.iter().filter(|(_, read)| stale(read)) {
+            match *task {
+                Task::Check(_) => {}
+                Task::Run(index) => {
+                    log.append(&format!("{index} -"))?;
+                    finished_runs.remove(&index);
+                }
+                Task::Record { bank, expert } => forget_record(&banks, bank, expert)?,
+            }
+        }
+        if !changed.is_empty() {
+            for (stripe, _) in banks.iter().flatten() {
+                stripe.sync()?;
+            }
+        }
+        note.update(&now)?;
         Ok(Some(Self {
             folder: folder.to_owned(),
             trunk,
             banks,
             _note: note,
-            log: Mutex::new(OutFile::append(log_path)?),
-            finished_runs: parse_log(&log_text),
+            log: Mutex::new(log),
+            finished_runs,
+            checked: log_text.lines().map(str::to_owned).collect(),
         }))
-    }
-
-    fn tasks(&self, plan: &Plan) -> Vec<Task> {
-        let runs = (0..plan.manifest.trunk.runs.len()).map(Task::Run);
-        let records =
-            plan.banks().iter().enumerate().flat_map(|(bank, b)| {
-                (0..b.experts).map(move |expert| Task::Record { bank, expert })
-            });
-        runs.chain(records).collect()
     }
 
     /// The checksum of a run that an earlier process finished, if its bytes still have it.
     fn finished_run(&self, index: usize, run: &Run) -> Result<Option<u64>, ConvertError> {
         let Some(&noted) = self.finished_runs.get(&index) else { return Ok(None) };
+        Ok((self.run_checksum(run)? == noted).then_some(noted))
+    }
+
+    /// The checksum of a run as it is in the file.
+    fn run_checksum(&self, run: &Run) -> Result<u64, ConvertError> {
         let mut sum = Checksum::default();
         let mut at = 0;
         while at < run.bytes {
@@ -383,14 +680,37 @@ impl Target {
             sum.update(&piece);
             at += piece.len() as u64;
         }
-        Ok((sum.finish() == noted).then_some(noted))
+        Ok(sum.finish())
+    }
+
+    /// Makes durable what some tasks have written, and lets it be read from the drive again.
+    fn sync(&self, tasks: &[Task]) -> Result<(), ConvertError> {
+        let mut files: Vec<&OutFile> = Vec::new();
+        if tasks.iter().any(|task| matches!(task, Task::Run(_))) {
+            files.push(&self.trunk);
+        }
+        let banks: HashSet<usize> = tasks
+            .iter()
+            .filter_map(|task| match task {
+                Task::Record { bank, .. } => Some(*bank),
+                _ => None,
+            })
+            .collect();
+        files.extend(banks.iter().flat_map(|&bank| &self.banks[bank]).map(|(file, _)| file));
+        for file in files {
+            file.sync()?;
+            file.drop_cached();
+            // The file's name as well.
+            file.path.parent().map_or(Ok(()), sync_folder)?;
+        }
+        Ok(())
     }
 
     fn note_run(&self, index: usize, checksum: u64) -> Result<(), ConvertError> {
         // The bytes before the note: after a power cut the note must not be all that is left.
         self.trunk.sync()?;
         let mut log = self.log.lock().expect("no worker panicked");
-        log.append_line(&format!("{index} {}\n", hex(checksum)))
+        log.append(&format!("{index} {}", hex(checksum)))
     }
 
     /// The payload's checksum of a record that is whole already.
@@ -491,8 +811,40 @@ fn resolve(folder: &Path) -> PathBuf {
 
 /// The container is whole; left-over notes would only puzzle.
 fn remove_notes(folder: &Path) -> Result<(), ConvertError> {
-    for note in [LOG, NOTE] {
-        let path = folder.join(note);
+    remove_files(folder, &[LOG, NOTE])?;
+    // Last: while there is a note, shards must not be missed.
+    reclaim::remove_notes(folder)
+}
+
+/// Reads `run checksum` from each line that says so, the last for each run. `run -` takes it back.
+fn parse_log(text: &str) -> HashMap<usize, u64> {
+    let mut runs = HashMap::new();
+    for line in text.lines() {
+        let Some((run, checksum)) = line.split_once(' ') else { continue };
+        let Ok(run) = run.parse() else { continue };
+        match (checksum.len(), u64::from_str_radix(checksum, 16)) {
+            (16, Ok(checksum)) => drop(runs.insert(run, checksum)),
+            _ => drop(runs.remove(&run)),
+        }
+    }
+    runs
+}
+
+/// Makes a record look as if it had not been written.
+fn forget_record(
+    banks: &[Vec<(OutFile, usize)>],
+    bank: usize,
+    expert: u32,
+) -> Result<(), ConvertError> {
+    let (file, bytes) = &banks[bank][0];
+    let header = vec![0; container::HEADER_BYTES.min(*bytes)];
+    file.write_at(&header, u64::from(expert) * *bytes as u64)
+}
+
+/// Removes files that need not be there.
+pub(crate) fn remove_files(folder: &Path, names: &[&str]) -> Result<(), ConvertError> {
+    for name in names {
+        let path = folder.join(name);
         match fs::remove_file(&path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 return Err(io_error(&path, "removing it", e));
@@ -503,57 +855,18 @@ fn remove_notes(folder: &Path) -> Result<(), ConvertError> {
     Ok(())
 }
 
-/// Opens or makes the note that names the plan, and locks it.
-fn lock_note(folder: &Path, plan: &Plan) -> Result<File, ConvertError> {
-    let path = folder.join(NOTE);
-    let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
-    let mut note = open.map_err(|e| io_error(&path, "opening", e))?;
-    match note.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => {
-            return Err(ConvertError::Busy { folder: folder.display().to_string() });
-        }
-        Err(TryLockError::Error(e)) => return Err(io_error(&path, "locking", e)),
-    }
-    let expected = serde_json::json!({
-        "experts": plan.experts, "trunk": plan.trunk, "identity": plan.identity,
-    });
-    let expected = format!("{expected}\n");
-    let mut found = String::new();
-    note.read_to_string(&mut found).map_err(|e| io_error(&path, "reading", e))?;
-    // Killed between making and writing it: nothing else has been written yet.
-    if found.is_empty() || !found.ends_with('\n') {
-        note.set_len(0).map_err(|e| io_error(&path, "writing", e))?;
-        io::Seek::rewind(&mut note).map_err(|e| io_error(&path, "writing", e))?;
-        note.write_all(expected.as_bytes()).map_err(|e| io_error(&path, "writing", e))?;
-        note.sync_all().map_err(|e| io_error(&path, "syncing", e))?;
-    } else if found != expected {
-        return Err(ConvertError::OtherPlan { folder: folder.display().to_string() });
-    }
-    Ok(note)
-}
-
-/// Lines `run checksum`; a line cut off by a crash is not one.
-fn parse_log(text: &str) -> HashMap<usize, u64> {
-    let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
-    whole
-        .filter_map(|line| {
-            let (index, checksum) = line.trim_end().split_once(' ')?;
-            let checksum = (checksum.len() == 16).then_some(checksum)?;
-            Some((index.parse().ok()?, u64::from_str_radix(checksum, 16).ok()?))
-        })
-        .collect()
-}
-
 /// Where a stripe lies.
 fn stripe_path(folder: &Path, plan: &Plan, stripe: &Stripe) -> PathBuf {
     folder.join(&plan.manifest.directories[stripe.directory]).join(&stripe.file)
 }
 
 /// Refuses to begin what cannot be finished. Folders on one drive are not added up: then the disk
-/// fills up, and the conversion can be resumed.
-fn check_space(folder: &Path, plan: &Plan) -> Result<(), ConvertError> {
-    for (directory, bytes) in plan.manifest.directories.iter().zip(plan.bytes_per_directory()) {
+/// fills up, and the conversion can be resumed. What shards give back is counted for the container's
+/// own folder only, and cautiously: see [`reclaim::saving_bytes`].
+fn check_space(folder: &Path, plan: &Plan, saving_bytes: u64) -> Result<(), ConvertError> {
+    let mut needed = plan.bytes_per_directory();
+    needed[0] = needed[0].saturating_sub(saving_bytes);
+    for (directory, bytes) in plan.manifest.directories.iter().zip(needed) {
         let folder = folder.join(directory);
         let Some(available_bytes) = available_bytes(&folder) else { continue };
         let present = fs::read_dir(&folder).map(|entries| {
@@ -567,111 +880,4 @@ fn check_space(folder: &Path, plan: &Plan) -> Result<(), ConvertError> {
         }
     }
     Ok(())
-}
-
-#[cfg(unix)]
-pub(crate) fn available_bytes(folder: &Path) -> Option<u64> {
-    let stat = rustix::fs::statvfs(folder).ok()?;
-    Some(stat.f_bavail.saturating_mul(stat.f_frsize))
-}
-
-#[cfg(not(unix))]
-pub(crate) fn available_bytes(_folder: &Path) -> Option<u64> {
-    None
-}
-
-#[cfg(unix)]
-fn allocated_bytes(metadata: &fs::Metadata) -> u64 {
-    std::os::unix::fs::MetadataExt::blocks(metadata) * 512
-}
-
-#[cfg(not(unix))]
-fn allocated_bytes(metadata: &fs::Metadata) -> u64 {
-    metadata.len()
-}
-
-pub(crate) fn io_error(path: &Path, doing: &'static str, source: io::Error) -> ConvertError {
-    ConvertError::Io { file: path.display().to_string(), doing, source }
-}
-
-/// Makes a rename in the folder durable.
-pub(crate) fn sync_folder(folder: &Path) -> Result<(), ConvertError> {
-    #[cfg(unix)]
-    {
-        let sync = File::open(folder).and_then(|folder| folder.sync_all());
-        sync.map_err(|e| io_error(folder, "syncing", e))?;
-    }
-    #[cfg(not(unix))]
-    let _ = folder;
-    Ok(())
-}
-
-/// A file that is written at positions.
-pub(crate) struct OutFile {
-    pub(crate) path: PathBuf,
-    file: File,
-}
-
-impl OutFile {
-    /// Opens or makes a file and gives it a size; what it holds is kept.
-    pub(crate) fn open(path: PathBuf, bytes: u64) -> Result<Self, ConvertError> {
-        let open =
-            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
-        let file = open.map_err(|e| io_error(&path, "opening", e))?;
-        file.set_len(bytes).map_err(|e| io_error(&path, "setting its size", e))?;
-        Ok(Self { path, file })
-    }
-
-    fn append(path: PathBuf) -> Result<Self, ConvertError> {
-        let open = OpenOptions::new().append(true).create(true).open(&path);
-        let file = open.map_err(|e| io_error(&path, "opening", e))?;
-        Ok(Self { path, file })
-    }
-
-    fn append_line(&mut self, line: &str) -> Result<(), ConvertError> {
-        let write = self.file.write_all(line.as_bytes()).and_then(|()| self.file.sync_all());
-        write.map_err(|e| io_error(&self.path, "writing", e))
-    }
-
-    #[cfg(unix)]
-    pub(crate) fn write_at(&self, bytes: &[u8], position: u64) -> Result<(), ConvertError> {
-        std::os::unix::fs::FileExt::write_all_at(&self.file, bytes, position)
-            .map_err(|e| io_error(&self.path, "writing", e))
-    }
-
-    #[cfg(windows)]
-    pub(crate) fn write_at(&self, mut bytes: &[u8], mut position: u64) -> Result<(), ConvertError> {
-        while !bytes.is_empty() {
-            let n = std::os::windows::fs::FileExt::seek_write(&self.file, bytes, position)
-                .map_err(|e| io_error(&self.path, "writing", e))?;
-            bytes = &bytes[n..];
-            position += n as u64;
-        }
-        Ok(())
-    }
-
-    #[cfg(unix)]
-    fn read_at(&self, out: &mut [u8], position: u64) -> Result<(), ConvertError> {
-        std::os::unix::fs::FileExt::read_exact_at(&self.file, out, position)
-            .map_err(|e| io_error(&self.path, "reading back", e))
-    }
-
-    #[cfg(windows)]
-    fn read_at(&self, mut out: &mut [u8], mut position: u64) -> Result<(), ConvertError> {
-        while !out.is_empty() {
-            let n = std::os::windows::fs::FileExt::seek_read(&self.file, out, position)
-                .map_err(|e| io_error(&self.path, "reading back", e))?;
-            if n == 0 {
-                let end = io::ErrorKind::UnexpectedEof.into();
-                return Err(io_error(&self.path, "reading back", end));
-            }
-            out = &mut out[n..];
-            position += n as u64;
-        }
-        Ok(())
-    }
-
-    pub(crate) fn sync(&self) -> Result<(), ConvertError> {
-        self.file.sync_all().map_err(|e| io_error(&self.path, "syncing", e))
-    }
 }

@@ -146,6 +146,78 @@ pub enum ConvertError {
         folder: String,
     },
 
+    /// A file that may not be deleted.
+    #[error(
+        "{file} {reason}, so it is not deleted while it is converted; convert without --reclaim, or \
+         give the checkpoint a folder of its own"
+    )]
+    NotReclaimable {
+        /// The shard or the folder.
+        file: String,
+        /// Why not.
+        reason: &'static str,
+    },
+
+    /// Nothing shows that a shard is as published, and it was to be deleted.
+    #[error(
+        "{shard} has no published SHA-256 to be compared with before it is deleted; download it with \
+         the Hugging Face client, put a SHA256SUMS file beside it, or say --trust-source"
+    )]
+    Unverified {
+        /// The shard.
+        shard: String,
+    },
+
+    /// A shard that is not as published.
+    #[error(
+        "{shard} has SHA-256 {found}, and {expected} as published; it is not deleted, download it \
+         again and run the conversion again"
+    )]
+    WrongShard {
+        /// The shard.
+        shard: String,
+        /// As published.
+        expected: String,
+        /// As it is.
+        found: String,
+    },
+
+    /// A shard that was written to while it was converted.
+    #[error(
+        "{shard} has changed while it was converted and is not deleted; run the conversion again, it \
+         makes anew what was made from it"
+    )]
+    ShardChanged {
+        /// The shard.
+        shard: String,
+    },
+
+    /// What was written is not what is read.
+    #[error(
+        "{folder}: {what} does not read back as it was written, so {shard} is not deleted; check the \
+         disk and run the conversion again, it makes this anew"
+    )]
+    ReadBack {
+        /// The destination.
+        folder: String,
+        /// Run or record.
+        what: String,
+        /// A shard it was made from.
+        shard: String,
+    },
+
+    /// The kept headers of deleted shards cannot be read.
+    #[error(
+        "{file} is damaged at byte {byte}, and shards that it describes have been deleted; download \
+         those again, remove {file} and run the conversion again"
+    )]
+    Headers {
+        /// The file.
+        file: String,
+        /// Where.
+        byte: u64,
+    },
+
     /// The caller asked to stop; what has been written is kept.
     #[error("stopped on request; run it again to go on")]
     Cancelled,

@@ -6,16 +6,20 @@
 //! last and makes the folder a container.
 
 mod convert;
+mod disk;
 mod error;
+mod note;
 mod place;
 mod plan;
+mod reclaim;
 mod source;
 mod synth;
 mod verify;
 
-pub use convert::{Control, Progress, convert};
+pub use convert::{Control, Progress, convert, convert_and_reclaim, deletions};
 pub use error::ConvertError;
 pub use plan::{ExpertCodec, Plan, TrunkCodec};
+pub use reclaim::{Deletion, Reclaim, Reclaimed, open_checkpoint};
 pub use source::{ConvertSource, SourceExperts, SourceTensor, StoredBytes};
 pub use synth::{Synth, SynthFormat, SynthModel, SynthOptions};
 pub use verify::{WeightError, verify, weight_errors};

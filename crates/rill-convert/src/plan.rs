@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rill_format::container::{
     ALIGN, Bank, Codec, CodecName, Experts, Manifest, Matrix, PART_ALIGN, RecordLayout, Run,
-    SmallFile, Stripe, TRUNK, Trunk, TrunkTensor, checksum, hex,
+    SmallFile, Stripe, TRUNK, Trunk, TrunkTensor, checksum, fingerprint, hex,
 };
 use rill_kernels::{Layout, LayoutError};
 use serde::{Deserialize, Serialize};
@@ -41,7 +41,7 @@ pub enum TrunkCodec {
 }
 
 /// Files of the release that go along unchanged, where they exist.
-const SMALL_FILES: [&str; 6] = [
+pub(crate) const SMALL_FILES: [&str; 6] = [
     "config.json",
     "tiktoken.model",
     "tokenizer_config.json",
@@ -49,7 +49,7 @@ const SMALL_FILES: [&str; 6] = [
     "preprocessor_config.json",
     "chat_template.jinja",
 ];
-const MAX_SMALL_BYTES: u64 = 256 << 20;
+pub(crate) const MAX_SMALL_BYTES: u64 = 256 << 20;
 
 /// A conversion, decided but not begun.
 #[derive(Debug)]
@@ -83,11 +83,10 @@ impl Plan {
         let expert_sources = source.experts()?;
         let planned = expert_sources.as_ref().map(|s| plan_experts(s, experts)).transpose()?;
         let (expert_section, layout) = planned.unzip();
-        let folder = source.folder();
         let mut files = Vec::new();
         let mut small_files = Vec::new();
-        for name in SMALL_FILES.into_iter().filter(|name| folder.exists(name)) {
-            let bytes = folder.read(name, MAX_SMALL_BYTES)?;
+        for name in SMALL_FILES {
+            let Some(bytes) = source.small_file(name, MAX_SMALL_BYTES)? else { continue };
             files.push(SmallFile {
                 name: name.to_owned(),
                 bytes: bytes.len() as u64,
@@ -166,10 +165,10 @@ impl Plan {
         Ok(self)
     }
 
-    /// Bytes that go into each of the manifest's directories, the manifest not counted.
+    /// Bytes that go into each of the manifest's directories.
     pub(crate) fn bytes_per_directory(&self) -> Vec<u64> {
         let mut bytes = vec![0; self.manifest.directories.len()];
-        bytes[0] += self.container_bytes() - self.expert_bytes();
+        bytes[0] += self.container_bytes() - self.expert_bytes() + self.manifest_bytes();
         for bank in self.banks() {
             for stripe in &bank.stripes {
                 bytes[stripe.directory] += stripe.bytes * u64::from(bank.experts);
@@ -182,6 +181,20 @@ impl Plan {
     pub fn container_bytes(&self) -> u64 {
         let small: u64 = self.manifest.files.iter().map(|file| file.bytes).sum();
         small + self.manifest.trunk.bytes + self.expert_bytes()
+    }
+
+    /// Bytes of the manifest.
+    pub fn manifest_bytes(&self) -> u64 {
+        let mut manifest = self.manifest.clone();
+        manifest.fingerprint = fingerprint([]);
+        manifest.trunk.runs.iter_mut().for_each(|run| run.checksum = hex(0));
+        manifest.to_bytes().len() as u64
+    }
+
+    /// Tensors of a checkpoint that the plan reads.
+    pub(crate) fn n_source_tensors(&self) -> usize {
+        let experts = self.expert_sources.as_ref().map_or(0, SourceExperts::n_tensors);
+        self.run_sources.iter().map(Vec::len).sum::<usize>() + experts
     }
 
     /// Bytes of the trunk.

@@ -15,14 +15,24 @@ pub type StoredBytes = (Vec<u8>, Vec<u8>);
 
 /// Where weights come from.
 pub trait ConvertSource: Sync {
-    /// The folder with the small files.
+    /// The folder it is in.
     fn folder(&self) -> Folder;
+
+    /// A small file of the release, or `None` if there is none.
+    fn small_file(&self, name: &str, max_bytes: u64) -> Result<Option<Vec<u8>>, FormatError> {
+        let folder = self.folder();
+        if folder.exists(name) { folder.read(name, max_bytes).map(Some) } else { Ok(None) }
+    }
 
     /// A digest of what is there, so that only the same conversion is resumed.
     fn identity(&self) -> String;
 
     /// Checks the bytes that are not checked as they are read.
     fn check(&self) -> Result<(), FormatError>;
+
+    /// Names of the files whose bytes have no checksums that [`identity`](Self::identity) covers,
+    /// ascending.
+    fn files(&self) -> Vec<String>;
 
     /// Every tensor that is not a routed expert.
     fn trunk(&self) -> Vec<SourceTensor>;
@@ -37,6 +47,9 @@ pub trait ConvertSource: Sync {
 
     /// The routed experts, if there are any.
     fn experts(&self) -> Result<Option<SourceExperts>, ConvertError>;
+
+    /// Which of [`files`](Self::files) one expert is read from, some of them more than once.
+    fn expert_files(&self, experts: &SourceExperts, bank: usize, expert: u32) -> Vec<&str>;
 
     /// Codes and scales of gate, up and down of one expert.
     fn read_expert(
@@ -53,7 +66,7 @@ pub struct SourceTensor {
     pub(crate) name: String,
     pub(crate) shape: Vec<u64>,
     pub(crate) form: Form,
-    /// The file it is in, for messages.
+    /// The file it is in.
     pub(crate) file: String,
 }
 
@@ -84,6 +97,11 @@ impl SourceExperts {
     pub(crate) fn name(&self, bank: usize, expert: u32, matrix: usize) -> String {
         let layer = self.banks[bank].0;
         expert_name(ExpertKey { layer, expert, matrix, scales: false })
+    }
+
+    /// Tensors of a checkpoint that all experts together are made of.
+    pub(crate) fn n_tensors(&self) -> usize {
+        self.tensors.iter().flatten().flatten().flatten().flatten().count()
     }
 }
 
@@ -182,6 +200,12 @@ impl ConvertSource for Checkpoint {
         Ok(())
     }
 
+    fn files(&self) -> Vec<String> {
+        let mut files: Vec<String> = self.shards().map(str::to_owned).collect();
+        files.sort();
+        files
+    }
+
     fn trunk(&self) -> Vec<SourceTensor> {
         let trunk = self.iter().filter(|tensor| expert_key(tensor.name).is_none());
         let tensor = |t: rill_format::TensorInfo<'_>| SourceTensor {
@@ -259,6 +283,11 @@ impl ConvertSource for Checkpoint {
         Ok(Some(experts))
     }
 
+    fn expert_files(&self, experts: &SourceExperts, bank: usize, expert: u32) -> Vec<&str> {
+        let tensors = experts.tensors[bank][expert as usize].iter().flatten().flatten();
+        tensors.map(|&id| self.info(id).shard).collect()
+    }
+
     fn read_expert(
         &self,
         experts: &SourceExperts,
@@ -312,6 +341,11 @@ impl ConvertSource for Container {
         self.manifest().trunk.runs.iter().try_for_each(|run| self.verify_run(run))
     }
 
+    fn files(&self) -> Vec<String> {
+        // The fingerprint is over all checksums.
+        Vec::new()
+    }
+
     fn trunk(&self) -> Vec<SourceTensor> {
         let tensors = self.manifest().trunk.runs.iter().flat_map(|run| &run.tensors);
         let tensor = |t: &container::TrunkTensor| SourceTensor {
@@ -358,6 +392,10 @@ impl ConvertSource for Container {
         });
         let banks = self.bank_list().iter().map(|bank| (bank.layer, bank.experts)).collect();
         Ok(Some(SourceExperts { matrices, banks, tensors: Vec::new() }))
+    }
+
+    fn expert_files(&self, _: &SourceExperts, _: usize, _: u32) -> Vec<&str> {
+        Vec::new()
     }
 
     fn read_expert(

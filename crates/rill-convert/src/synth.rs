@@ -27,7 +27,8 @@ use rill_format::container::{
 };
 use rill_kernels::{Codec, Matrix};
 
-use crate::convert::{Control, OutFile, Progress, available_bytes, io_error, sync_folder};
+use crate::convert::{Control, Progress};
+use crate::disk::{OutFile, available_bytes, io_error, sync_folder};
 use crate::error::ConvertError;
 use crate::place::{Class, GROUP, RunKey, class, run_key};
 use crate::plan::{ExpertCodec, TrunkCodec};

@@ -46,7 +46,7 @@ fn too_small() -> Result<(), Failed> {
     let message = error.to_string();
     match error {
         ConvertError::NoSpace { needed_bytes, available_bytes, .. } => {
-            assert_eq!(needed_bytes, large.container_bytes());
+            assert_eq!(needed_bytes, large.container_bytes() + large.manifest_bytes());
             assert!(available_bytes <= DISK_BYTES && available_bytes > DISK_BYTES / 2);
             for number in [needed_bytes, available_bytes] {
                 assert!(message.contains(&number.to_string()), "{message}");

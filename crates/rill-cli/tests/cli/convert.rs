@@ -37,8 +37,55 @@ fn json(text: &str) -> Value {
 
 #[test]
 fn a_conversion_killed_at_random_moments_ends_with_the_same_bytes() {
-    let kills = kill_and_resume(program(), &repository("models/k3-nano"), KILLS, 20).unwrap();
+    let source = repository("models/k3-nano");
+    let kills = kill_and_resume(program(), &source, KILLS, 20, false).unwrap();
     println!("{kills:?}");
+}
+
+#[test]
+fn a_conversion_that_deletes_its_source_is_survived_at_random_moments_too() {
+    // Three shards; the demo has two.
+    let source = repository("fixtures/k3-tiny");
+    let kills = kill_and_resume(program(), &source, KILLS, 22, true).unwrap();
+    println!("{kills:?}");
+}
+
+#[test]
+fn reclaim_says_what_it_would_delete_and_deletes_it() {
+    let source = copy_of("models/k3-nano");
+    let whole = files(source.path()).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let to = folder.path().join("new");
+    let convert = |when: &str, trust: bool| {
+        let mut args = args!["convert", source.path(), &to, "--reclaim", when];
+        args.extend(trust.then_some("--trust-source").map(Into::into));
+        rill(args)
+    };
+    for when in ["dry", "on"] {
+        let message = convert(when, false).failed();
+        assert!(message.contains("SHA256SUMS") && message.contains("--trust-source"), "{message}");
+    }
+    let text = convert("dry", true).done();
+    let shards: Vec<&String> = whole.keys().filter(|name| name.contains("-of-")).collect();
+    assert_eq!(shards.len(), 2);
+    for shard in &shards {
+        assert!(text.contains(*shard) && text.contains(" after "), "{text}");
+    }
+    assert!(text.ends_with("nothing was written or deleted\n"), "{text}");
+    assert!(!to.exists() && files(source.path()).unwrap() == whole);
+
+    let text = convert("on", true).done();
+    assert!(text.contains("deleted 2 shards of "), "{text}");
+    let left = files(source.path()).unwrap();
+    assert!(shards.iter().all(|shard| !left.contains_key(*shard)));
+    assert_eq!(left.len(), whole.len() - 2);
+    let (_folder, expected) = container("models/k3-nano", &[]);
+    assert!(files(&to).unwrap() == files(&expected).unwrap());
+    // A second time there is nothing to do, and that is what it says.
+    let message = convert("on", true).failed();
+    assert!(message.contains("is a container already"), "{message}");
+    let message = rill(args!["convert", &to, folder.path().join("x"), "--reclaim", "on"]).failed();
+    assert!(message.contains("published checkpoints only"), "{message}");
 }
 
 #[test]
@@ -174,6 +221,9 @@ fn arguments_that_make_no_sense_are_refused_before_anything_is_written() {
         (args!["convert", &source, &to, "--jobs", "1025"], "--jobs"),
         (args!["convert", &source, &to, "--spread", "x"], "--spread"),
         (args!["convert", &source, &to, "--spread", "x=0"], "--spread"),
+        (args!["convert", &source, &to, "--reclaim", "yes"], "--reclaim"),
+        (args!["convert", &source, "--reclaim", "dry"], "<DST>"),
+        (args!["convert", &source, &to, "--trust-source"], "--reclaim"),
         (args!["convert", &source, &to, "more"], "'more'"),
         (args!["verify"], "<PATH>"),
         (args!["verify", &source, "--jobs", "many"], "--jobs"),
@@ -371,7 +421,7 @@ mod unix {
         loop {
             let folder = tempfile::tempdir().unwrap();
             let source = repository("models/k3-nano");
-            let mut child = start_conversion(program(), &source, folder.path(), 1).unwrap();
+            let mut child = start_conversion(program(), &source, folder.path(), 1, false).unwrap();
             let start = Instant::now();
             // The first run is noted when it is whole.
             while fs::read(folder.path().join("convert.log")).is_ok_and(|log| log.is_empty())

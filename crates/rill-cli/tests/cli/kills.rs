@@ -22,17 +22,19 @@ pub(crate) struct Kills {
 }
 
 /// Kills conversions until `midway` of the kills came in the middle, runs each again to its end and
-/// compares every byte with a conversion that nobody disturbed. What differs is the error.
+/// compares every byte with a conversion that nobody disturbed. With `reclaim` each deletes its
+/// source, a copy, as it goes. What differs is the error.
 pub(crate) fn kill_and_resume(
     rill: &Path,
-    source: &Path,
+    original: &Path,
     midway: usize,
     seed: u64,
+    reclaim: bool,
 ) -> Result<Kills, String> {
     let mut random = Random(seed);
     let whole = tempfile::tempdir().map_err(|e| e.to_string())?;
     let start = Instant::now();
-    finish(rill, source, whole.path(), 1)?;
+    finish(rill, original, whole.path(), 1, false)?;
     let mut longest_us = start.elapsed().as_micros() as usize;
     let expected = files(whole.path())?;
 
@@ -42,10 +44,17 @@ pub(crate) fn kill_and_resume(
             return Err(format!("too few kills came in the middle: {kills:?}"));
         }
         let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
+        let copy = tempfile::tempdir().map_err(|e| e.to_string())?;
+        let source = if reclaim { copy.path() } else { original };
+        if reclaim {
+            for (name, bytes) in files(original)? {
+                fs::write(source.join(name), bytes).map_err(|e| e.to_string())?;
+            }
+        }
         // A resumed conversion can be killed as well.
         for _ in 0..1 + random.below(3) {
             let jobs = 1 + random.below(2);
-            let mut child = start_conversion(rill, source, folder.path(), jobs)?;
+            let mut child = start_conversion(rill, source, folder.path(), jobs, reclaim)?;
             sleep(Duration::from_micros(random.below(longest_us) as u64));
             child.kill().and_then(|()| child.wait()).map_err(|e| e.to_string())?;
             let left = files(folder.path())?;
@@ -67,9 +76,15 @@ pub(crate) fn kill_and_resume(
         }
         let left = files(folder.path())?;
         if !left.contains_key("manifest.json") || left.contains_key("convert.json") {
-            finish(rill, source, folder.path(), 1 + random.below(2))?;
+            finish(rill, source, folder.path(), 1 + random.below(2), reclaim)?;
         }
-        let found = files(folder.path())?;
+        let is_shard = |name: &&String| name.ends_with(".safetensors") && name.contains("-of-");
+        if reclaim && let Some(shard) = files(source)?.keys().find(is_shard) {
+            return Err(format!("seed {seed}, {kills:?}: {shard} is still there"));
+        }
+        let mut found = files(folder.path())?;
+        // Killed between the removal of the notes, which says that there is nothing left to do.
+        found.retain(|name, _| !matches!(name.as_str(), "reclaim.log" | "convert.headers"));
         if found != expected {
             let differs = |name: &&String| found.get(*name) != expected.get(*name);
             let names: Vec<&String> = found.keys().chain(expected.keys()).filter(differs).collect();
@@ -85,17 +100,21 @@ pub(crate) fn start_conversion(
     source: &Path,
     to: &Path,
     jobs: usize,
+    reclaim: bool,
 ) -> Result<Child, String> {
     let mut command = Command::new(rill);
     command.arg("convert").arg(source).arg(to);
     command.args(["--experts", "q8", "--trunk", "q4", "--jobs", &jobs.to_string()]);
+    if reclaim {
+        command.args(["--reclaim", "on", "--trust-source"]);
+    }
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command.spawn().map_err(|e| format!("{command:?}: {e}"))
 }
 
 /// Runs a conversion to its end.
-fn finish(rill: &Path, source: &Path, to: &Path, jobs: usize) -> Result<(), String> {
-    let child = start_conversion(rill, source, to, jobs)?;
+fn finish(rill: &Path, source: &Path, to: &Path, jobs: usize, reclaim: bool) -> Result<(), String> {
+    let child = start_conversion(rill, source, to, jobs, reclaim)?;
     let output = child.wait_with_output().map_err(|e| e.to_string())?;
     let stderr = String::from_utf8_lossy(&output.stderr);
     if output.status.success() { Ok(()) } else { Err(format!("{}: {stderr}", output.status)) }

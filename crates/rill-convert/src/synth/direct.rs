@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use crate::convert::OutFile;
+use crate::disk::OutFile;
 use crate::error::ConvertError;
 
 /// What memory, length and position of a direct write are multiples of: a page.
