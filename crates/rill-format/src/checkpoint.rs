@@ -11,7 +11,9 @@ use crate::header::parse_header;
 use crate::index::read_index;
 use crate::read_at::Source;
 use crate::tensor::size_bytes;
-use crate::{Dtype, Folder, FormatError, HeaderEntry, Shape, TensorId, TensorInfo};
+use crate::{
+    DataExtent, DataFile, Dtype, Folder, FormatError, HeaderEntry, Shape, TensorId, TensorInfo,
+};
 
 /// A Hugging Face checkpoint whose headers have been read and checked. Immutable and shared
 /// between threads; its files stay open, so replacing them on disk does not mix two versions.
@@ -165,6 +167,24 @@ impl Checkpoint {
         }
     }
 
+    /// The shards, to which [`extent`](Self::extent) refers.
+    pub fn data_files(&self) -> Vec<DataFile> {
+        let file = |shard: &Shard| DataFile::new(&self.folder, &shard.name, shard.file_bytes);
+        self.shards.iter().map(file).collect()
+    }
+
+    /// Where a tensor's bytes lie.
+    ///
+    /// # Panics
+    ///
+    /// If the id comes from another checkpoint and is out of range here.
+    pub fn extent(&self, id: TensorId) -> DataExtent {
+        let file = self.shards.partition_point(|shard| shard.first_id <= id.0) - 1;
+        let offset =
+            self.shards[file].places[(id.0 - self.shards[file].first_id) as usize].position;
+        DataExtent { file, offset, bytes: self.info(id).bytes }
+    }
+
     /// Reads a tensor's bytes; `out` must have exactly its size.
     ///
     /// # Errors
@@ -308,7 +328,9 @@ impl Checkpoint {
             .ok()
             .and_then(|n| first_id.checked_add(n))
             .ok_or(FormatError::TooManyTensors { shard: described, max: u32::MAX })?;
-        self.shards.push(Shard::new(name, source, first_id, payload_at, &entries));
+        let shard =
+            Shard::new(name, source, first_id, payload_at, payload_at + payload_bytes, &entries);
+        self.shards.push(shard);
         self.n_tensors = n_tensors;
         self.payload_bytes = self.payload_bytes.saturating_add(payload_bytes);
 
@@ -479,6 +501,7 @@ struct Shard {
     name: String,
     /// `None` when the file is gone or closed.
     source: RwLock<Option<Source>>,
+    file_bytes: u64,
     first_id: u32,
     names: Box<str>,
     dims: Box<[u64]>,
@@ -501,6 +524,7 @@ impl Shard {
         source: Option<Source>,
         first_id: u32,
         payload_at: u64,
+        file_bytes: u64,
         entries: &[HeaderEntry],
     ) -> Self {
         // Sized first: growth by doubling would cost more than everything else here.
@@ -521,6 +545,7 @@ impl Shard {
         Self {
             name: name.to_owned(),
             source: RwLock::new(source),
+            file_bytes,
             first_id,
             names: names.into_boxed_str(),
             dims: dims.into_boxed_slice(),

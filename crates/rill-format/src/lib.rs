@@ -9,6 +9,7 @@
 mod checkpoint;
 pub mod container;
 mod error;
+mod extent;
 mod folder;
 mod header;
 mod index;
@@ -18,6 +19,7 @@ mod waste;
 
 pub use checkpoint::{Checkpoint, ShardHeader};
 pub use error::FormatError;
+pub use extent::{DataExtent, DataFile, DataPlace};
 pub use folder::Folder;
 pub use header::{HeaderEntry, parse_header};
 pub use tensor::{Dtype, MAX_RANK, Shape, TensorId, TensorInfo};

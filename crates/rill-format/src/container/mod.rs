@@ -14,7 +14,7 @@ pub use record::{HEADER_BYTES, Mismatch, RecordLayout};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::read_at::Source;
-use crate::{Folder, FormatError};
+use crate::{DataExtent, DataFile, Folder, FormatError};
 
 /// Alignment of records and runs, in bytes: a multiple of every page and sector size in use.
 pub const ALIGN: usize = 16 << 10;
@@ -242,7 +242,27 @@ impl Container {
                 stopped_error(file, place(), position, part.len(), stopped)
             })?;
         }
-        layout.check(out, layer, expert, verify).map_err(|mismatch| FormatError::Container {
+        self.check_record(layer, expert, verify, out)
+    }
+
+    /// Checks the header of a record that has been read, and with `verify` its payload; returns the
+    /// payload's stored checksum.
+    ///
+    /// # Errors
+    /// When there is no such expert, or the record is not what it should be.
+    pub fn check_record(
+        &self,
+        layer: u32,
+        expert: u32,
+        verify: bool,
+        record: &[u8],
+    ) -> Result<u64, FormatError> {
+        let place = || format!("the record of layer {layer}, expert {expert}");
+        let bank = self.bank_of_layer.get(&layer).map(|&bank| &self.bank_list()[bank]);
+        let (Some(bank), Some(layout)) = (bank, &self.layout) else {
+            return Err(self.no_record(place()));
+        };
+        layout.check(record, layer, expert, verify).map_err(|mismatch| FormatError::Container {
             file: self.file(bank.stripes[0].directory, &bank.stripes[0].file),
             what: format!(
                 "{} at byte {}: {}",
@@ -253,6 +273,60 @@ impl Container {
             expected: mismatch.expected,
             found: mismatch.found,
         })
+    }
+
+    /// The files of the trunk and of the experts, to which extents refer.
+    pub fn data_files(&self) -> Vec<DataFile> {
+        let file = |directory: usize, file: &str, bytes| {
+            let folder = Folder::Disk(self.folder.join(&self.manifest.directories[directory]));
+            DataFile::new(&folder, file, bytes)
+        };
+        let trunk = &self.manifest.trunk;
+        let mut files = vec![file(trunk.directory, &trunk.file, trunk.bytes)];
+        for bank in self.bank_list() {
+            files.extend(bank.stripes.iter().map(|stripe| {
+                file(stripe.directory, &stripe.file, stripe.bytes * u64::from(bank.experts))
+            }));
+        }
+        files
+    }
+
+    /// Where the parts of a record lie, in order; nothing when there is no such expert.
+    pub fn record_extents(&self, layer: u32, expert: u32) -> Vec<DataExtent> {
+        let Some(&index) = self.bank_of_layer.get(&layer) else { return Vec::new() };
+        let banks = self.bank_list();
+        if expert >= banks[index].experts {
+            return Vec::new();
+        }
+        let first = 1 + banks[..index].iter().map(|bank| bank.stripes.len()).sum::<usize>();
+        let stripes = banks[index].stripes.iter().zip(first..);
+        stripes
+            .map(|(stripe, file)| {
+                let offset = u64::from(expert) * stripe.bytes;
+                DataExtent { file, offset, bytes: stripe.bytes }
+            })
+            .collect()
+    }
+
+    /// Where the codes and the scales of a tensor of the trunk lie.
+    pub fn tensor_extents(&self, name: &str) -> Option<[DataExtent; 2]> {
+        let &(run, tensor) = self.tensors.get(name)?;
+        let run = &self.manifest.trunk.runs[run];
+        let tensor = &run.tensors[tensor];
+        let extent = |at, bytes| DataExtent { file: 0, offset: run.offset + at, bytes };
+        Some([
+            extent(tensor.offset, tensor.code_bytes),
+            extent(tensor.scale_offset(), tensor.scale_bytes),
+        ])
+    }
+
+    /// Checks a run of the trunk that has been read.
+    ///
+    /// # Errors
+    /// When its checksum is another.
+    pub fn check_run(&self, run: &Run, bytes: &[u8]) -> Result<(), FormatError> {
+        let what = format!("the checksum of run {:?} at byte {}", run.name, run.offset);
+        check_sum(&self.trunk_file(), &what, &run.checksum, checksum(bytes))
     }
 
     /// Checks one run of the trunk, byte by byte.

@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use crate::read_at::{Source, Stopped};
-use crate::{Folder, FormatError};
+use crate::{DataExtent, DataFile, Folder, FormatError};
 use codebooks::Codebooks;
 pub use manifest::{
     WasteExperts, WasteFormat, WasteLayer, WasteManifest, WasteTensor, parse_waste_manifest,
@@ -35,6 +35,7 @@ pub struct Waste {
     /// By layer, the same layers as in the manifest.
     banks: BTreeMap<u32, Source>,
     codebooks: Codebooks,
+    trunk_bytes: u64,
     payload_bytes: u64,
 }
 
@@ -95,7 +96,7 @@ impl Waste {
         }
 
         let names = manifest.tensors.iter().zip(0..).map(|(t, i)| (t.name.clone(), i)).collect();
-        Ok(Self { folder, manifest, names, trunk, banks, codebooks, payload_bytes })
+        Ok(Self { folder, manifest, names, trunk, banks, codebooks, trunk_bytes, payload_bytes })
     }
 
     /// `config.json` as the model's release has it: the text configuration alone, or inside the
@@ -222,28 +223,7 @@ impl Waste {
         verify: bool,
         buffer: &mut Vec<u8>,
     ) -> Result<WasteExpert, FormatError> {
-        let bank = self.manifest.layers.get(&layer).filter(|bank| expert < bank.experts);
-        let (Some(bank), Some(source)) = (bank, self.banks.get(&layer)) else {
-            let folder = self.folder.describe_folder();
-            return Err(FormatError::MissingExpert { folder, layer, expert });
-        };
-        let file = || self.folder.describe(&bank.file);
-        let experts = self.manifest.experts;
-        let layout = RecordLayout::new(dims, experts);
-        let expected = layout.as_ref().map(RecordLayout::record_bytes);
-        let Some(layout) = layout.filter(|_| expected == Some(bank.record_bytes)) else {
-            let ExpertDims { inter, width } = dims;
-            let found = bank.record_bytes;
-            return Err(FormatError::RecordShape {
-                file: file(),
-                layer,
-                inter,
-                width,
-                expected,
-                found,
-            });
-        };
-
+        let (bank, layout) = self.record_layout(layer, expert, dims)?;
         let what = || format!("expert {expert} of layer {layer}");
         let start = u64::from(expert) * bank.record_bytes;
         let Ok(record_bytes) = usize::try_from(bank.record_bytes) else {
@@ -253,12 +233,90 @@ impl Waste {
             return Err(self.out_of_memory(&bank.file, &what(), bank.record_bytes));
         }
         buffer.resize(record_bytes, 0);
-        source
+        self.banks[&layer]
             .read_exact_at(buffer, start)
             .map_err(|stopped| self.stopped(&bank.file, &what(), start, buffer.len(), stopped))?;
+        self.check_record((layer, expert), bank, &layout, verify, buffer)
+    }
 
+    /// Checks an expert's record that has been read, as [`read_expert`](Self::read_expert) does, and
+    /// says where its matrices are.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such expert, or if the record is another one or damaged.
+    pub fn check_expert(
+        &self,
+        layer: u32,
+        expert: u32,
+        dims: ExpertDims,
+        verify: bool,
+        record: &[u8],
+    ) -> Result<WasteExpert, FormatError> {
+        let (bank, layout) = self.record_layout(layer, expert, dims)?;
+        if record.len() as u64 != bank.record_bytes {
+            let shard = self.folder.describe(&bank.file);
+            let tensor = format!("expert {expert} of layer {layer}");
+            let (expected, found) = (bank.record_bytes, record.len() as u64);
+            let byte = u64::from(expert) * bank.record_bytes + found;
+            return Err(FormatError::ShortRead { shard, tensor, byte, expected, found });
+        }
+        self.check_record((layer, expert), bank, &layout, verify, record)
+    }
+
+    /// Where an expert's matrices lie within its record, for a record that has been checked.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such expert, or if its records cannot hold matrices of these dimensions.
+    pub fn expert_places(
+        &self,
+        layer: u32,
+        expert: u32,
+        dims: ExpertDims,
+    ) -> Result<WasteExpert, FormatError> {
+        let (bank, layout) = self.record_layout(layer, expert, dims)?;
+        Ok(layout.expert(bank.codebook_base, self.manifest.experts.stages))
+    }
+
+    /// The bank an expert is in, and the layout of its record.
+    fn record_layout(
+        &self,
+        layer: u32,
+        expert: u32,
+        dims: ExpertDims,
+    ) -> Result<(&WasteLayer, RecordLayout), FormatError> {
+        let bank = self.manifest.layers.get(&layer).filter(|bank| expert < bank.experts);
+        let Some(bank) = bank else {
+            let folder = self.folder.describe_folder();
+            return Err(FormatError::MissingExpert { folder, layer, expert });
+        };
+        let layout = RecordLayout::new(dims, self.manifest.experts);
+        let expected = layout.as_ref().map(RecordLayout::record_bytes);
+        match layout.filter(|_| expected == Some(bank.record_bytes)) {
+            Some(layout) => Ok((bank, layout)),
+            None => {
+                let file = self.folder.describe(&bank.file);
+                let ExpertDims { inter, width } = dims;
+                let found = bank.record_bytes;
+                Err(FormatError::RecordShape { file, layer, inter, width, expected, found })
+            }
+        }
+    }
+
+    fn check_record(
+        &self,
+        (layer, expert): (u32, u32),
+        bank: &WasteLayer,
+        layout: &RecordLayout,
+        verify: bool,
+        record: &[u8],
+    ) -> Result<WasteExpert, FormatError> {
+        let file = || self.folder.describe(&bank.file);
+        let experts = self.manifest.experts;
+        let start = u64::from(expert) * bank.record_bytes;
         if let Some((field, byte, expected, found)) =
-            layout.wrong_field(buffer, layer, expert, bank.codebook_base, experts)
+            layout.wrong_field(record, layer, expert, bank.codebook_base, experts)
         {
             let byte = start + byte as u64;
             return Err(FormatError::BadRecord {
@@ -272,8 +330,8 @@ impl Waste {
             });
         }
         if verify {
-            let expected = stored_crc(buffer);
-            let found = crc32fast::hash(&buffer[layout.checked()]);
+            let expected = stored_crc(record);
+            let found = crc32fast::hash(&record[layout.checked()]);
             if found != expected {
                 return Err(FormatError::RecordChecksum {
                     file: file(),
@@ -286,6 +344,38 @@ impl Waste {
             }
         }
         Ok(layout.expert(bank.codebook_base, experts.stages))
+    }
+
+    /// The files of the trunk and of the experts, to which extents refer.
+    pub fn data_files(&self) -> Vec<DataFile> {
+        let mut files = vec![DataFile::new(&self.folder, TRUNK, self.trunk_bytes)];
+        for bank in self.manifest.layers.values() {
+            let bytes = bank.record_bytes * u64::from(bank.experts);
+            files.push(DataFile::new(&self.folder, &bank.file, bytes));
+        }
+        files
+    }
+
+    /// Where an expert's record lies; `None` when there is no such expert.
+    pub fn record_extent(&self, layer: u32, expert: u32) -> Option<DataExtent> {
+        let bank = self.manifest.layers.get(&layer).filter(|bank| expert < bank.experts)?;
+        let file = 1 + self.manifest.layers.range(..layer).count();
+        let offset = u64::from(expert) * bank.record_bytes;
+        Some(DataExtent { file, offset, bytes: bank.record_bytes })
+    }
+
+    /// Where the codes and the scales of a tensor of the trunk lie, if they lie there as
+    /// [`read_trunk`](Self::read_trunk) delivers them, without padding between rows.
+    pub fn tensor_extents(&self, tensor: &WasteTensor) -> Option<[DataExtent; 2]> {
+        let row = tensor.row_bytes();
+        if tensor.format == WasteFormat::Q3 || tensor.stored_row_bytes() != row {
+            return None;
+        }
+        let extent = |offset, bytes| DataExtent { file: 0, offset, bytes };
+        Some([
+            extent(tensor.place().start, tensor.rows * row),
+            extent(tensor.scales_at, tensor.rows * tensor.scale_row_bytes()),
+        ])
     }
 
     /// Values of a codebook, (entries, 8), all finite.
