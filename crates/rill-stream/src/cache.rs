@@ -127,6 +127,7 @@ impl ExpertCache {
             recycle: VecDeque::new(),
             loose: 0,
             ahead: Vec::new(),
+            hint: None,
             residents: 0,
             keep: slots.saturating_sub(options.reserve.max(1)),
             counters: CacheCounters::default(),
@@ -164,18 +165,27 @@ impl ExpertCache {
         occupancy
     }
 
+    /// The policy learns what one token chose in a layer. Tell it before the fetch.
+    pub fn used(&self, layer: u32, experts: &[u32]) {
+        self.inner.lock().policy.used(layer, experts);
+    }
+
+    /// Records of a later layer that are likely to be asked for, the likeliest first. They are read
+    /// as soon as the next fetch has asked for its own, as far as there are buffers.
+    pub fn hint(&self, layer: u32, experts: Vec<u32>) {
+        self.inner.lock().hint = Some((layer, experts));
+    }
+
     /// Delivers each of `experts` (ascending, without duplicates) of a layer exactly once to
-    /// `consume`, in any order: what is in memory first, then whatever comes first. `choices` are
-    /// each token's experts, from which the policy learns.
+    /// `consume`, in any order: what is in memory first, then whatever comes first.
     ///
     /// # Errors
     /// When a record could not be read or is not what it should be. Others may have been delivered;
     /// nothing is held on to.
-    pub fn fetch<'c>(
+    pub fn fetch(
         &self,
         layer: u32,
         experts: &[u32],
-        choices: impl Iterator<Item = &'c [u32]>,
         consume: &mut dyn FnMut(u32, Record<'_>),
     ) -> Result<(), FetchError> {
         let mut claims = Claims { cache: self, keys: Vec::new(), layer };
@@ -183,9 +193,6 @@ impl ExpertCache {
         // Reads that began for somebody else: when one fails, this request tries itself.
         let mut joined = Vec::new();
         let mut state = self.inner.lock();
-        for experts in choices {
-            state.policy.used(layer, experts);
-        }
         state.counters.wanted += experts.len() as u64;
         for &expert in experts {
             let key = ExpertKey { layer, expert };
@@ -208,6 +215,11 @@ impl ExpertCache {
                 if begun {
                     joined.push(key);
                 }
+            }
+            if missing.is_empty()
+                && let Some((layer, likely)) = state.hint.take()
+            {
+                self.read_ahead(&mut state, layer, &likely);
             }
             if claims.keys.is_empty() && missing.is_empty() {
                 return Ok(());
@@ -243,11 +255,9 @@ impl ExpertCache {
         }
     }
 
-    /// Starts reading records of a layer that is likely to want them, the likeliest first, as far
-    /// as there are buffers for it. What had been read ahead for other layers is given up.
-    pub fn read_ahead(&self, layer: u32, experts: &[u32]) {
-        let mut state = self.inner.lock();
-        self.give_up_ahead(&mut state, |key| key.layer != layer);
+    /// Starts reading what a hint names. What had been read ahead for other layers is given up.
+    fn read_ahead(&self, state: &mut State, layer: u32, experts: &[u32]) {
+        self.give_up_ahead(state, |key| key.layer != layer);
         for &expert in experts {
             if state.ahead.len() >= self.options.ahead {
                 break;
@@ -262,7 +272,7 @@ impl ExpertCache {
                 break;
             }
             let Some(buffer) = state.free_buffer() else { break };
-            self.start(&mut state, key, buffer, Priority::Maybe);
+            self.start(state, key, buffer, Priority::Maybe);
             state.ahead.push(key);
         }
     }
@@ -448,6 +458,8 @@ struct State {
     loose: usize,
     /// Records read ahead that nobody has claimed.
     ahead: Vec<ExpertKey>,
+    /// What the next fetch starts reading ahead.
+    hint: Option<(u32, Vec<u32>)>,
     residents: usize,
     /// Most residents.
     keep: usize,

@@ -170,8 +170,8 @@ fn fetch(
     experts: &[u32],
 ) -> Result<(), (ExpertKey, Arc<ReadError>)> {
     let mut seen = BTreeSet::new();
-    let choices = std::iter::once(experts);
-    let result = cache.fetch(layer, experts, choices, &mut |expert, record| {
+    cache.used(layer, experts);
+    let result = cache.fetch(layer, experts, &mut |expert, record| {
         assert_eq!(record.joined(), drive.record(ExpertKey { layer, expert }), "a wrong byte");
         assert!(seen.insert(expert), "expert {expert} came twice");
     });
@@ -222,12 +222,13 @@ fn more_experts_than_buffers_come_in_waves() {
 fn what_was_read_ahead_is_not_read_again() {
     let drive = Arc::new(Faulty::new(1));
     let cache = cache(&drive, 2, options(12, 6, 3));
-    cache.read_ahead(2, &[5, 6, 7, 8]);
+    cache.hint(2, vec![5, 6, 7, 8]);
+    fetch(&cache, &drive, 1, &[0]).unwrap();
     fetch(&cache, &drive, 2, &[1, 5, 6]).unwrap();
     let counters = cache.counters();
     // Three are read ahead at most; one of them is not wanted, and has been read unless it could be
     // taken back in time.
-    assert_eq!((counters.wanted, counters.ahead_useful, counters.demanded), (3, 2, 1));
+    assert_eq!((counters.wanted, counters.ahead_useful, counters.demanded), (4, 2, 2));
     assert_eq!(counters.ahead_useful_bytes, 2 * RECORD_BYTES);
     assert!(counters.ahead_wasted <= 1);
     assert_eq!(cache.occupancy().ahead, 0);
@@ -238,12 +239,15 @@ fn reading_ahead_never_takes_the_last_buffers() {
     let drive = Arc::new(Faulty::new(1));
     // No buffer to spare beyond those for what is asked for.
     let tight = cache(&drive, 2, options(4, 4, 0));
-    tight.read_ahead(2, &[5, 6, 7, 8]);
+    tight.hint(2, vec![5, 6, 7, 8]);
+    fetch(&tight, &drive, 1, &[0, 1, 2, 3, 4]).unwrap();
     fetch(&tight, &drive, 2, &[5]).unwrap();
     assert_eq!(tight.counters().ahead_useful, 0);
     // All buffers are for reading ahead, and what is in them is not what is asked for.
     let cache = cache(&drive, 2, options(2, 2, 2));
-    cache.read_ahead(3, &[5, 6]);
+    cache.hint(3, vec![5, 6]);
+    fetch(&cache, &drive, 1, &[]).unwrap();
+    assert_eq!(total(&cache), 2);
     fetch(&cache, &drive, 2, &[1, 2, 3]).unwrap();
 }
 
@@ -278,7 +282,7 @@ fn a_consumer_that_panics_leaves_nothing_behind() {
     let cache = cache(&drive, 2, options(3, 3, 0));
     for _ in 0..10 {
         let panics = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            cache.fetch(0, &[1, 2, 3], std::iter::once(&[1, 2, 3][..]), &mut |_, _| {
+            cache.fetch(0, &[1, 2, 3], &mut |_, _| {
                 std::panic::resume_unwind(Box::new("the consumer breaks down"))
             })
         }));
@@ -313,8 +317,8 @@ fn storm(seed: u64, slots: usize, reserve: usize, ahead: usize, readers: usize, 
                     let wanted: Vec<u32> = pick(8).into_iter().collect();
                     let likely: Vec<u32> = pick(4).into_iter().collect();
                     // Right bytes or an error that names one of them: `fetch` looks.
+                    cache.hint((layer + 1) % LAYERS, likely);
                     let _ = fetch(cache, drive, layer, &wanted);
-                    cache.read_ahead((layer + 1) % LAYERS, &likely);
                 }
             });
         }
