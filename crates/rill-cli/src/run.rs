@@ -30,7 +30,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
         stop_tokens: None,
         cancel: cancel.clone(),
     };
-    let reads_before = engine.expert_reads();
+    let reads_before = engine.reads();
     let start = Instant::now();
     let mut session = engine.new_session();
     let mut generation = engine.generate(&mut session, &ids, options)?;
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     let total = start.elapsed();
     let finish = generation.finish_reason();
     if !args.quiet {
-        let reads = engine.expert_reads();
+        let reads = engine.reads();
         let tokens = session.position().max(1) as f64;
         note(&format!(
             "prompt {}; generated {}; experts {:.3} MB/token, read at {:.2} GB/s; {} threads, {} \
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
             rate(n_tokens, total - prefill),
             (reads.bytes - reads_before.bytes) as f64 / 1e6 / tokens,
             (reads.bytes - reads_before.bytes) as f64
-                / (reads.read_ns - reads_before.read_ns).max(1) as f64,
+                / (reads.busy - reads_before.busy).as_nanos().max(1) as f64,
             engine.threads(),
             engine.kernels(),
             match finish {

@@ -6,15 +6,17 @@ use std::sync::Arc;
 
 use rill_format::{Checkpoint, Folder, FormatError};
 use rill_kernels::{Kernels, Pool};
+use rill_stream::{CacheCounters, DirectReads, ReadOptions, ReadTotals};
 use rill_text::Tokenizer;
 use serde_json::value::RawValue;
 
 use crate::compute::Compute;
 use crate::config::{AttentionKind, FfnKind, ModelConfig};
 use crate::error::Error;
-use crate::experts::{ExpertReads, ExpertSource, LayerIdx};
+use crate::experts::{ExpertSource, LayerIdx};
 use crate::session::{LayerState, Session};
 use crate::source::{self, WeightSource};
+use crate::streamed::{CachePolicy, ExpertOptions, Io, StreamedExperts};
 use crate::weights::{self, Attention, Ffn, Layer, Weights};
 use crate::{kda, mla, moe, platform, residual};
 
@@ -35,11 +37,31 @@ pub struct EngineOptions {
     /// Bytes of memory that may be used; `None` asks the operating system what is free. A model
     /// whose trunk takes more is refused.
     pub memory_bytes: Option<u64>,
+    /// Which experts stay in memory.
+    pub cache: CachePolicy,
+    /// Experts of the next layer that are read before its router has run, at most.
+    pub lookahead: usize,
+    /// Threads that read; 0 means as many as are useful on most drives.
+    pub readers: usize,
+    /// Read past the operating system's page cache.
+    pub direct: bool,
+    /// Check the checksum of everything that is read, for folders that have checksums.
+    pub verify: bool,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { threads: 0, prefill_chunk: 64, kernels: KernelChoice::Fastest, memory_bytes: None }
+        Self {
+            threads: 0,
+            prefill_chunk: 64,
+            kernels: KernelChoice::Fastest,
+            memory_bytes: None,
+            cache: CachePolicy::Scored,
+            lookahead: 4,
+            readers: 0,
+            direct: true,
+            verify: true,
+        }
     }
 }
 
@@ -96,6 +118,7 @@ pub struct Engine {
     config: Arc<ModelConfig>,
     source: Arc<dyn WeightSource>,
     weights: Weights,
+    io: Io,
     experts: Box<dyn ExpertSource>,
     compute: Compute,
     prefill_chunk: usize,
@@ -128,9 +151,23 @@ impl Engine {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,
         };
+        let reads = ReadOptions::default();
+        let reads = match options.readers {
+            0 => reads,
+            threads => ReadOptions { threads, ..reads },
+        };
+        let io = Io::open(&source.data_files(), options.direct, reads)?;
+        let experts = ExpertOptions {
+            policy: options.cache,
+            slots: 4 * config.moe.top_k,
+            lookahead: options.lookahead,
+            verify: options.verify,
+        };
+        let experts = StreamedExperts::new(&io, source.clone().experts(&config), &config, experts)?;
         Ok(Self {
             weights: weights::load(&*source, &config)?,
-            experts: source.clone().experts(&config),
+            experts: Box::new(experts),
+            io,
             config: Arc::new(config),
             source,
             compute: Compute {
@@ -195,9 +232,19 @@ impl Engine {
         self.compute.pool.threads()
     }
 
-    /// What has been read of the routed experts since the engine was opened.
-    pub fn expert_reads(&self) -> ExpertReads {
-        self.experts.reads()
+    /// What has been asked for, found and read of the routed experts since the engine was opened.
+    pub fn expert_counters(&self) -> CacheCounters {
+        self.experts.counters()
+    }
+
+    /// All that has been streamed since the engine was opened.
+    pub fn reads(&self) -> ReadTotals {
+        self.io.totals()
+    }
+
+    /// Whether reads go past the operating system's page cache.
+    pub fn direct_reads(&self) -> &DirectReads {
+        self.io.direct()
     }
 
     /// Opens the tokenizer that lies beside the weights.

@@ -1,7 +1,10 @@
 //! What can go wrong in the engine.
 
+use std::sync::Arc;
+
 use rill_format::FormatError;
 use rill_kernels::{LayoutError, PoolError};
+use rill_stream::{ReadError, StreamError};
 use rill_text::TextError;
 
 use crate::config::ConfigError;
@@ -40,6 +43,10 @@ pub enum Error {
     /// A file of the checkpoint is missing, damaged or unreadable.
     #[error(transparent)]
     Format(#[from] FormatError),
+
+    /// A file cannot be streamed from.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
 
     /// A tokenizer file is damaged, or ids are not in the vocabulary.
     #[error(transparent)]
@@ -172,9 +179,13 @@ impl Error {
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum ExpertError {
-    /// It could not be read.
+    /// It is not what it should be.
     #[error(transparent)]
     Read(#[from] FormatError),
+
+    /// It did not come.
+    #[error(transparent)]
+    Stream(Arc<ReadError>),
 
     /// Its bytes are not a valid matrix.
     #[error("{file}: {tensor}: {source}; the file is damaged, fetch it again")]

@@ -3,14 +3,13 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
 use rill_format::container::Container;
 use rill_format::{
-    Checkpoint, ExpertDims, FormatError, TensorId, Waste, WasteExpert, WasteExperts, WasteMatrix,
+    Checkpoint, DataExtent, ExpertDims, FormatError, TensorId, Waste, WasteExperts, WasteMatrix,
 };
 use rill_kernels::{Codec, LayoutError, Matrix, Vq};
+use rill_stream::{CacheCounters, Record};
 
 use crate::config::{ExpertFormat, FfnKind, ModelConfig};
 use crate::describe::StoredExperts;
@@ -63,90 +62,39 @@ pub trait ExpertSource: Send + Sync {
         consume: &mut dyn FnMut(ExpertId, Expert<'_>),
     ) -> Result<(), Error>;
 
-    /// What has been read since the source was made.
-    fn reads(&self) -> ExpertReads;
+    /// Tells what each token chose in a layer, before the layer's experts are fetched: `ids`
+    /// (tokens, top_k).
+    fn chosen(&self, _layer: LayerIdx, _ids: &[u32], _top_k: usize) {}
+
+    /// Names experts that a later layer is likely to want, the likeliest first.
+    fn likely(&self, _layer: LayerIdx, _experts: &[u32]) {}
+
+    /// What it has done since it was made.
+    fn counters(&self) -> CacheCounters;
 }
 
-/// Totals of an [`ExpertSource`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ExpertReads {
-    /// Experts read.
-    pub experts: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Time spent reading, in nanoseconds.
-    pub read_ns: u64,
-}
+/// How a kind of folder stores its routed experts: where the bytes of one lie, whether they are
+/// right, and which matrices they are.
+pub(crate) trait ExpertRecords: Send + Sync {
+    /// The parts of a record.
+    fn extents(&self, layer: LayerIdx, expert: ExpertId) -> Vec<DataExtent>;
 
-/// Counts what is read. Nothing is ordered by the counters.
-#[derive(Debug, Default)]
-pub(crate) struct Counters {
-    experts: AtomicU64,
-    bytes: AtomicU64,
-    read_ns: AtomicU64,
-}
-
-impl Counters {
-    fn add(&self, bytes: u64, since: Instant) {
-        self.experts.fetch_add(1, Ordering::Relaxed);
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.read_ns.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
-    }
-
-    fn total(&self) -> ExpertReads {
-        ExpertReads {
-            experts: self.experts.load(Ordering::Relaxed),
-            bytes: self.bytes.load(Ordering::Relaxed),
-            read_ns: self.read_ns.load(Ordering::Relaxed),
-        }
-    }
-}
-
-/// A source that reads one expert after another into the same buffer.
-pub(crate) trait OneByOne: Send + Sync {
-    /// Holds one expert's bytes.
-    type Buffer: Default;
-
-    fn counters(&self) -> &Counters;
-
-    /// Reads an expert and returns the bytes that took.
-    fn read(
+    /// Checks what a record says of itself, and with `verify` its checksum, where it has such.
+    fn check(
         &self,
         layer: LayerIdx,
         expert: ExpertId,
-        buffer: &mut Self::Buffer,
-    ) -> Result<u64, FormatError>;
+        verify: bool,
+        record: Record<'_>,
+    ) -> Result<(), FormatError>;
 
-    /// The expert that [`read`](Self::read) has put into the buffer.
+    /// The matrices in a record that has been checked.
     fn view<'b>(
         &'b self,
         layer: LayerIdx,
         expert: ExpertId,
-        buffer: &'b Self::Buffer,
+        record: Record<'b>,
     ) -> Result<Expert<'b>, ExpertError>;
-}
-
-impl<S: OneByOne> ExpertSource for S {
-    fn fetch(
-        &self,
-        layer: LayerIdx,
-        experts: &[ExpertId],
-        consume: &mut dyn FnMut(ExpertId, Expert<'_>),
-    ) -> Result<(), Error> {
-        let mut buffer = S::Buffer::default();
-        for &expert in experts {
-            let failed = |e: ExpertError| Error::Expert { layer, expert, source: Box::new(e) };
-            let start = Instant::now();
-            let bytes = self.read(layer, expert, &mut buffer).map_err(|e| failed(e.into()))?;
-            self.counters().add(bytes, start);
-            consume(expert, self.view(layer, expert, &buffer).map_err(failed)?);
-        }
-        Ok(())
-    }
-
-    fn reads(&self) -> ExpertReads {
-        self.counters().total()
-    }
 }
 
 /// Rows and columns of gate, up and down.
@@ -157,7 +105,7 @@ pub(crate) fn expert_shapes(config: &ModelConfig) -> [(usize, usize); 3] {
 }
 
 /// Layers with routed experts.
-fn moe_layers(config: &ModelConfig) -> impl Iterator<Item = usize> + '_ {
+pub(crate) fn moe_layers(config: &ModelConfig) -> impl Iterator<Item = usize> + '_ {
     let layers = config.layers.iter().enumerate();
     layers.filter(|(_, layer)| layer.ffn == FfnKind::Moe).map(|(index, _)| index)
 }
@@ -212,7 +160,7 @@ pub(crate) fn check_checkpoint(
 /// Gate, up, down: weights or nibbles, and scales if there are any.
 type ExpertTensors = [(TensorId, Option<TensorId>); 3];
 
-/// Reads each expert from a published checkpoint whenever it is used, one after another.
+/// Experts of a published checkpoint: up to six tensors each.
 #[derive(Debug)]
 pub(crate) struct CheckpointExperts {
     checkpoint: Arc<Checkpoint>,
@@ -220,7 +168,6 @@ pub(crate) struct CheckpointExperts {
     layers: Vec<Vec<ExpertTensors>>,
     codec: Codec,
     shapes: [(usize, usize); 3],
-    counters: Counters,
 }
 
 impl CheckpointExperts {
@@ -241,7 +188,7 @@ impl CheckpointExperts {
             ExpertFormat::Mxfp4 => Codec::Mxfp4,
         };
         let shapes = expert_shapes(config);
-        Self { checkpoint, layers, codec, shapes, counters: Counters::default() }
+        Self { checkpoint, layers, codec, shapes }
     }
 
     fn tensors(&self, layer: LayerIdx, expert: ExpertId) -> &ExpertTensors {
@@ -249,45 +196,40 @@ impl CheckpointExperts {
     }
 }
 
-impl OneByOne for CheckpointExperts {
-    /// Gate, up, down: weights or nibbles, and scales.
-    type Buffer = [[Vec<u8>; 2]; 3];
-
-    fn counters(&self) -> &Counters {
-        &self.counters
+impl ExpertRecords for CheckpointExperts {
+    fn extents(&self, layer: LayerIdx, expert: ExpertId) -> Vec<DataExtent> {
+        let tensors = self.tensors(layer, expert).iter();
+        let ids = tensors.flat_map(|&(codes, scales)| std::iter::once(codes).chain(scales));
+        ids.map(|id| self.checkpoint.extent(id)).collect()
     }
 
-    fn read(
+    fn check(
         &self,
-        layer: LayerIdx,
-        expert: ExpertId,
-        buffer: &mut Self::Buffer,
-    ) -> Result<u64, FormatError> {
-        let mut bytes = 0;
-        for (&(codes, scales), out) in self.tensors(layer, expert).iter().zip(buffer) {
-            for (tensor, out) in [Some(codes), scales].into_iter().zip(out) {
-                let Some(tensor) = tensor else { continue };
-                let info = self.checkpoint.info(tensor);
-                out.resize(info.bytes as usize, 0);
-                self.checkpoint.read_into(tensor, out)?;
-                bytes += info.bytes;
-            }
-        }
-        Ok(bytes)
+        _layer: LayerIdx,
+        _expert: ExpertId,
+        _verify: bool,
+        _record: Record<'_>,
+    ) -> Result<(), FormatError> {
+        // A published checkpoint has no checksums.
+        Ok(())
     }
 
     fn view<'b>(
         &'b self,
         layer: LayerIdx,
         expert: ExpertId,
-        buffer: &'b Self::Buffer,
+        record: Record<'b>,
     ) -> Result<Expert<'b>, ExpertError> {
+        let tensors = self.tensors(layer, expert);
         let matrix = |i: usize| {
             let (rows, cols) = self.shapes[i];
-            let [codes, scales] = &buffer[i];
-            Matrix::new(self.codec, rows, cols, codes, scales).map_err(|source| {
+            let (codes, scales) = tensors[i];
+            let (code_bytes, scale_bytes) = match scales {
+                None => (record.part(i), &[][..]),
+                Some(_) => (record.part(2 * i), record.part(2 * i + 1)),
+            };
+            Matrix::new(self.codec, rows, cols, code_bytes, scale_bytes).map_err(|source| {
                 // The shapes were checked, so what is wrong is in the scales, if there are any.
-                let (codes, scales) = self.tensors(layer, expert)[i];
                 let info = self.checkpoint.info(scales.unwrap_or(codes));
                 let file = self.checkpoint.folder().describe(info.shard);
                 ExpertError::Layout { file, tensor: info.name.to_owned(), source }
@@ -343,51 +285,46 @@ pub(crate) fn check_container(
     }
 }
 
-/// Reads each expert as one record, whose checksum is checked every time: a wrong byte must not
-/// become a wrong token.
+/// Experts of a `.rill` container: a record each.
 #[derive(Debug)]
 pub(crate) struct ContainerExperts {
     container: Arc<Container>,
-    counters: Counters,
 }
 
 impl ContainerExperts {
     /// Over a container that [`check_container`] has accepted.
     pub(crate) fn new(container: Arc<Container>) -> Self {
-        Self { container, counters: Counters::default() }
+        Self { container }
     }
 }
 
-impl OneByOne for ContainerExperts {
-    /// One record.
-    type Buffer = Vec<u8>;
-
-    fn counters(&self) -> &Counters {
-        &self.counters
+impl ExpertRecords for ContainerExperts {
+    fn extents(&self, layer: LayerIdx, expert: ExpertId) -> Vec<DataExtent> {
+        self.container.record_extents(layer.0 as u32, expert.0)
     }
 
-    fn read(
+    fn check(
         &self,
         layer: LayerIdx,
         expert: ExpertId,
-        buffer: &mut Vec<u8>,
-    ) -> Result<u64, FormatError> {
-        buffer.resize(self.container.layout().map_or(0, |layout| layout.record_bytes), 0);
-        self.container.read_record(layer.0 as u32, expert.0, true, buffer)?;
-        Ok(buffer.len() as u64)
+        verify: bool,
+        record: Record<'_>,
+    ) -> Result<(), FormatError> {
+        self.container.check_record(layer.0 as u32, expert.0, verify, record.joined()).map(|_| ())
     }
 
     fn view<'b>(
         &'b self,
         _layer: LayerIdx,
         _expert: ExpertId,
-        buffer: &'b Vec<u8>,
+        record: Record<'b>,
     ) -> Result<Expert<'b>, ExpertError> {
         let layout = self.container.layout().ok_or(ExpertError::Missing)?;
+        let record = record.joined();
         let matrix = |i: usize| {
             let stored = &layout.matrices[i];
             let (rows, cols) = (stored.rows as usize, stored.cols as usize);
-            let (codes, scales) = layout.matrix(buffer, i);
+            let (codes, scales) = layout.matrix(record, i);
             Matrix::new(source::codec(stored.codec), rows, cols, codes, scales)
                 .map_err(|source| layout_error(self.container.folder().describe(""), i, source))
         };
@@ -447,18 +384,17 @@ pub(crate) fn stored_in_waste(waste: &Waste, config: &ModelConfig) -> StoredExpe
     stored
 }
 
-/// Reads each expert of a `.waste` container as one record and checks its checksum.
+/// Experts of a `.waste` container: a record each.
 #[derive(Debug)]
-pub(crate) struct WasteExpertSource {
+pub(crate) struct WasteRecords {
     waste: Arc<Waste>,
     codec: Codec,
     shapes: [(usize, usize); 3],
     /// Tables of a matrix, (stages, entries, 8), by the number of its first codebook.
     tables: HashMap<u16, Vec<f32>>,
-    counters: Counters,
 }
 
-impl WasteExpertSource {
+impl WasteRecords {
     /// Over a container that [`check_waste`] has accepted.
     pub(crate) fn new(waste: Arc<Waste>, config: &ModelConfig) -> Self {
         let stages = waste.expert_format().stages;
@@ -467,37 +403,39 @@ impl WasteExpertSource {
         let tables = firsts.filter_map(|n| Some((n, tables(&waste, n)?))).collect();
         let codec = waste_codec(waste.expert_format());
         let shapes = expert_shapes(config);
-        Self { waste, codec, shapes, tables, counters: Counters::default() }
+        Self { waste, codec, shapes, tables }
+    }
+
+    fn dims(&self) -> ExpertDims {
+        let (inter, width) = self.shapes[0];
+        ExpertDims { inter, width }
     }
 }
 
-impl OneByOne for WasteExpertSource {
-    /// One record, and where its matrices are.
-    type Buffer = (Vec<u8>, Option<WasteExpert>);
-
-    fn counters(&self) -> &Counters {
-        &self.counters
+impl ExpertRecords for WasteRecords {
+    fn extents(&self, layer: LayerIdx, expert: ExpertId) -> Vec<DataExtent> {
+        self.waste.record_extent(layer.0 as u32, expert.0).into_iter().collect()
     }
 
-    fn read(
+    fn check(
         &self,
         layer: LayerIdx,
         expert: ExpertId,
-        (record, place): &mut Self::Buffer,
-    ) -> Result<u64, FormatError> {
-        let (inter, width) = self.shapes[0];
-        let dims = ExpertDims { inter, width };
-        *place = Some(self.waste.read_expert(layer.0 as u32, expert.0, dims, true, record)?);
-        Ok(record.len() as u64)
+        verify: bool,
+        record: Record<'_>,
+    ) -> Result<(), FormatError> {
+        let (layer, record) = (layer.0 as u32, record.joined());
+        self.waste.check_expert(layer, expert.0, self.dims(), verify, record).map(|_| ())
     }
 
     fn view<'b>(
         &'b self,
-        _layer: LayerIdx,
-        _expert: ExpertId,
-        (record, place): &'b Self::Buffer,
+        layer: LayerIdx,
+        expert: ExpertId,
+        record: Record<'b>,
     ) -> Result<Expert<'b>, ExpertError> {
-        let place = place.as_ref().ok_or(ExpertError::Missing)?;
+        let place = self.waste.expert_places(layer.0 as u32, expert.0, self.dims())?;
+        let record = record.joined();
         let matrix = |i: usize, place: &WasteMatrix| {
             let (rows, cols) = self.shapes[i];
             // Without its codebooks a matrix has no tables, which is refused.

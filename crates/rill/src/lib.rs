@@ -38,6 +38,7 @@ mod residual;
 mod sampler;
 mod session;
 mod source;
+mod streamed;
 mod weights;
 
 pub use describe::{Description, FormatShare, describe};
@@ -46,10 +47,12 @@ pub use engine::{
     read_config,
 };
 pub use error::{Error, ExpertError};
-pub use experts::{Expert, ExpertId, ExpertReads, ExpertSource, LayerIdx};
+pub use experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 pub use generate::{FinishReason, GenerateOptions, Generation};
 pub use perplexity::Perplexity;
 pub use rill_format::{Checkpoint, Folder, FormatError};
+pub use rill_stream::{CacheCounters, DirectReads, ReadError, ReadTotals, StreamError};
 pub use rill_text::{TextError, Tokenizer, chat};
 pub use sampler::{Sampler, Sampling, likelier_first};
 pub use session::Session;
+pub use streamed::CachePolicy;

@@ -46,6 +46,7 @@ pub(crate) fn forward(
     let mut scores = compute.matmul(weights.gate.view(), x, n);
     kernels.sigmoid(&mut scores);
     let routing = route(kernels, &config.moe, &scores, &weights.e_score_correction_bias);
+    source.chosen(layer, &routing.ids, config.moe.top_k);
 
     let mut y = match &weights.latent {
         None => routed_experts(compute, config, source, layer, &routing, x, n)?,

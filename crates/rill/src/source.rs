@@ -5,13 +5,15 @@ use std::fmt;
 use std::sync::Arc;
 
 use rill_format::container::{self, Container};
-use rill_format::{Checkpoint, Dtype, Folder, FormatError, Waste, WasteFormat};
+use rill_format::{
+    Checkpoint, DataExtent, DataFile, Dtype, Folder, FormatError, Waste, WasteFormat,
+};
 use rill_kernels::Codec;
 
 use crate::config::{ExpertFormat, ModelConfig};
 use crate::describe::StoredExperts;
 use crate::error::Error;
-use crate::experts::{self, ExpertSource};
+use crate::experts::{self, ExpertRecords};
 use crate::plan::{self, Footprint};
 
 /// Opens whatever model a folder holds, without loading weights.
@@ -80,8 +82,15 @@ pub(crate) trait WeightSource: Send + Sync + fmt::Debug {
     /// Checks the routed experts from headers alone.
     fn check_experts(&self, config: &ModelConfig, findings: &mut Findings);
 
-    /// Delivers the routed experts, which [`check_experts`](Self::check_experts) has accepted.
-    fn experts(self: Arc<Self>, config: &ModelConfig) -> Box<dyn ExpertSource>;
+    /// The routed experts, which [`check_experts`](Self::check_experts) has accepted.
+    fn experts(self: Arc<Self>, config: &ModelConfig) -> Arc<dyn ExpertRecords>;
+
+    /// The files that hold weights, to which extents refer.
+    fn data_files(&self) -> Vec<DataFile>;
+
+    /// Where a tensor's codes and scales lie, if they lie there as [`read`](Self::read) delivers
+    /// them.
+    fn extents(&self, name: &str) -> Option<[DataExtent; 2]>;
 }
 
 /// A tensor as stored.
@@ -337,8 +346,17 @@ impl WeightSource for Checkpoint {
         experts::check_checkpoint(self, config, findings);
     }
 
-    fn experts(self: Arc<Self>, config: &ModelConfig) -> Box<dyn ExpertSource> {
-        Box::new(experts::CheckpointExperts::new(self, config))
+    fn experts(self: Arc<Self>, config: &ModelConfig) -> Arc<dyn ExpertRecords> {
+        Arc::new(experts::CheckpointExperts::new(self, config))
+    }
+
+    fn data_files(&self) -> Vec<DataFile> {
+        Checkpoint::data_files(self)
+    }
+
+    fn extents(&self, name: &str) -> Option<[DataExtent; 2]> {
+        let codes = self.extent(Checkpoint::find(self, name)?.id);
+        Some([codes, DataExtent { bytes: 0, ..codes }])
     }
 }
 
@@ -430,8 +448,16 @@ impl WeightSource for Container {
         experts::check_container(self, config, findings);
     }
 
-    fn experts(self: Arc<Self>, _config: &ModelConfig) -> Box<dyn ExpertSource> {
-        Box::new(experts::ContainerExperts::new(self))
+    fn experts(self: Arc<Self>, _config: &ModelConfig) -> Arc<dyn ExpertRecords> {
+        Arc::new(experts::ContainerExperts::new(self))
+    }
+
+    fn data_files(&self) -> Vec<DataFile> {
+        Container::data_files(self)
+    }
+
+    fn extents(&self, name: &str) -> Option<[DataExtent; 2]> {
+        self.tensor_extents(name)
     }
 }
 
@@ -512,8 +538,16 @@ impl WeightSource for Waste {
         experts::check_waste(self, config, findings);
     }
 
-    fn experts(self: Arc<Self>, config: &ModelConfig) -> Box<dyn ExpertSource> {
-        Box::new(experts::WasteExpertSource::new(self, config))
+    fn experts(self: Arc<Self>, config: &ModelConfig) -> Arc<dyn ExpertRecords> {
+        Arc::new(experts::WasteRecords::new(self, config))
+    }
+
+    fn data_files(&self) -> Vec<DataFile> {
+        Waste::data_files(self)
+    }
+
+    fn extents(&self, name: &str) -> Option<[DataExtent; 2]> {
+        self.tensor_extents(Waste::find(self, name)?)
     }
 }
 

@@ -1,0 +1,238 @@
+//! Routed experts that come from disk just in time.
+
+use std::error::Error as StdError;
+use std::sync::Arc;
+
+use rill_format::{DataExtent, DataFile, DataPlace};
+use rill_stream::policy::{DecayedLfu, Lru, Scored};
+use rill_stream::{
+    CacheCounters, CacheOptions, DirectReads, Drive, ExpertCache, ExpertKey, Extent, FetchError,
+    FileSpec, Geometry, Place, Placement, Policy, ReadError, ReadOptions, ReadTotals, Readers,
+    Record, Records,
+};
+
+use crate::config::ModelConfig;
+use crate::error::{Error, ExpertError};
+use crate::experts::{Expert, ExpertId, ExpertRecords, ExpertSource, LayerIdx, moe_layers};
+
+/// Which experts stay in memory when not all can.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CachePolicy {
+    /// Those used last.
+    Lru,
+    /// Those used most often of late.
+    Lfu,
+    /// Those most likely to be used next, by their use over several spans of time.
+    #[default]
+    Scored,
+}
+
+impl CachePolicy {
+    fn policy(self, geometry: Geometry) -> Box<dyn Policy> {
+        match self {
+            Self::Lru => Box::new(Lru::new(geometry)),
+            Self::Lfu => Box::new(DecayedLfu::new(geometry)),
+            Self::Scored => Box::new(Scored::new(geometry)),
+        }
+    }
+}
+
+/// The model's files, open for streaming, and the threads that read them.
+#[derive(Debug)]
+pub(crate) struct Io {
+    pub(crate) readers: Arc<Readers>,
+    drive: Arc<Drive>,
+}
+
+impl Io {
+    /// Opens the files.
+    pub(crate) fn open(
+        files: &[DataFile],
+        direct: bool,
+        options: ReadOptions,
+    ) -> Result<Self, Error> {
+        let specs: Vec<FileSpec> = files.iter().map(spec).collect();
+        let drive = Arc::new(Drive::open(&specs, direct)?);
+        let readers = Arc::new(Readers::new(drive.clone(), options)?);
+        Ok(Self { readers, drive })
+    }
+
+    /// Whether reads go past the page cache.
+    pub(crate) fn direct(&self) -> &DirectReads {
+        self.drive.direct()
+    }
+
+    pub(crate) fn totals(&self) -> ReadTotals {
+        self.readers.totals()
+    }
+}
+
+fn spec(file: &DataFile) -> FileSpec {
+    let place = match &file.place {
+        DataPlace::Disk(path) => Place::Disk(path.clone()),
+        DataPlace::Memory(bytes) => Place::Memory(bytes),
+    };
+    FileSpec { name: file.name.clone(), place, bytes: file.bytes }
+}
+
+/// An extent in the reader's words.
+pub(crate) fn extent(extent: DataExtent) -> Extent {
+    Extent { file: extent.file as u32, offset: extent.offset, bytes: extent.bytes }
+}
+
+/// How many experts are held and read ahead, and whether their checksums are checked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertOptions {
+    pub(crate) policy: CachePolicy,
+    pub(crate) slots: usize,
+    pub(crate) lookahead: usize,
+    pub(crate) verify: bool,
+}
+
+/// Delivers experts from a cache over the model's files.
+pub(crate) struct StreamedExperts {
+    cache: ExpertCache,
+    records: Arc<dyn ExpertRecords>,
+    layers: Arc<MoeLayers>,
+}
+
+/// The mixture layers: their place among all layers, and the other way round.
+#[derive(Debug)]
+struct MoeLayers {
+    /// Of each mixture layer.
+    layers: Vec<LayerIdx>,
+    /// Of each layer of the model; `u32::MAX` for layers without experts.
+    ranks: Vec<u32>,
+}
+
+impl StreamedExperts {
+    pub(crate) fn new(
+        io: &Io,
+        records: Arc<dyn ExpertRecords>,
+        config: &ModelConfig,
+        options: ExpertOptions,
+    ) -> Result<Self, Error> {
+        let layers: Vec<LayerIdx> = moe_layers(config).map(LayerIdx).collect();
+        let mut ranks = vec![u32::MAX; config.layers.len()];
+        for (rank, layer) in (0..).zip(&layers) {
+            ranks[layer.0] = rank;
+        }
+        let geometry =
+            Geometry { n_layers: layers.len() as u32, n_experts: config.moe.n_experts as u32 };
+        let layers = Arc::new(MoeLayers { layers, ranks });
+        let top_k = config.moe.top_k.min(options.slots);
+        let ahead = options.lookahead.min(options.slots - top_k);
+        let sizes = CacheOptions {
+            slots: options.slots,
+            reserve: top_k + ahead,
+            ahead,
+            slot_bytes: slot_bytes(&*records, config),
+        };
+        let stored = Arc::new(Stored {
+            records: records.clone(),
+            layers: layers.clone(),
+            verify: options.verify,
+        });
+        let policy = options.policy.policy(geometry);
+        let cache = ExpertCache::new(io.readers.clone(), stored, policy, sizes)?;
+        Ok(Self { cache, records, layers })
+    }
+}
+
+/// Bytes that the largest record takes in memory.
+pub(crate) fn slot_bytes(records: &dyn ExpertRecords, config: &ModelConfig) -> usize {
+    let mut most = 0;
+    for layer in moe_layers(config).map(LayerIdx) {
+        for expert in (0..config.moe.n_experts as u32).map(ExpertId) {
+            let extents: Vec<Extent> =
+                records.extents(layer, expert).into_iter().map(extent).collect();
+            most = most.max(Placement::new(&extents).bytes);
+        }
+    }
+    most
+}
+
+impl ExpertSource for StreamedExperts {
+    fn fetch(
+        &self,
+        layer: LayerIdx,
+        experts: &[ExpertId],
+        consume: &mut dyn FnMut(ExpertId, Expert<'_>),
+    ) -> Result<(), Error> {
+        let ids: Vec<u32> = experts.iter().map(|expert| expert.0).collect();
+        let mut failure = None;
+        let fetched = self.cache.fetch(self.layers.ranks[layer.0], &ids, &mut |expert, record| {
+            let expert = ExpertId(expert);
+            if failure.is_some() {
+                return;
+            }
+            match self.records.view(layer, expert, record) {
+                Ok(view) => consume(expert, view),
+                Err(source) => {
+                    failure = Some(Error::Expert { layer, expert, source: Box::new(source) });
+                }
+            }
+        });
+        match (failure, fetched) {
+            (Some(error), _) => Err(error),
+            (None, Err(FetchError { key, source })) => {
+                let source = Box::new(expert_error(source));
+                Err(Error::Expert { layer, expert: ExpertId(key.expert), source })
+            }
+            (None, Ok(())) => Ok(()),
+        }
+    }
+
+    fn chosen(&self, layer: LayerIdx, ids: &[u32], top_k: usize) {
+        for ids in ids.chunks_exact(top_k) {
+            self.cache.used(self.layers.ranks[layer.0], ids);
+        }
+    }
+
+    fn likely(&self, layer: LayerIdx, experts: &[u32]) {
+        let rank = self.layers.ranks[layer.0];
+        if rank != u32::MAX {
+            self.cache.hint(rank, experts.to_vec());
+        }
+    }
+
+    fn counters(&self) -> CacheCounters {
+        self.cache.counters()
+    }
+}
+
+/// What the format says is wrong, rather than that something is.
+fn expert_error(source: Arc<ReadError>) -> ExpertError {
+    match Arc::try_unwrap(source) {
+        Ok(ReadError::Refused(error)) => match error.downcast() {
+            Ok(error) => ExpertError::Read(*error),
+            Err(error) => ExpertError::Stream(Arc::new(ReadError::Refused(error))),
+        },
+        Ok(error) => ExpertError::Stream(Arc::new(error)),
+        Err(shared) => ExpertError::Stream(shared),
+    }
+}
+
+/// The records as the cache sees them.
+struct Stored {
+    records: Arc<dyn ExpertRecords>,
+    layers: Arc<MoeLayers>,
+    verify: bool,
+}
+
+impl Records for Stored {
+    fn extents(&self, key: ExpertKey) -> Vec<Extent> {
+        let layer = self.layers.layers[key.layer as usize];
+        let extents = self.records.extents(layer, ExpertId(key.expert));
+        extents.into_iter().map(extent).collect()
+    }
+
+    fn check(
+        &self,
+        key: ExpertKey,
+        record: Record<'_>,
+    ) -> Result<(), Box<dyn StdError + Send + Sync>> {
+        let layer = self.layers.layers[key.layer as usize];
+        Ok(self.records.check(layer, ExpertId(key.expert), self.verify, record)?)
+    }
+}
