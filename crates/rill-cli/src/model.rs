@@ -41,6 +41,6 @@ pub(crate) fn options(args: &EngineArgs) -> EngineOptions {
             Kernels::Fastest => KernelChoice::Fastest,
             Kernels::Scalar => KernelChoice::Scalar,
         },
-        memory_bytes: None,
+        ..EngineOptions::default()
     }
 }
