@@ -7,17 +7,23 @@ mod sizes;
 
 use std::fmt;
 
+use rill_stream::machine::{self, MemoryLimit};
+
 use crate::error::Error;
 
 pub(crate) use sizes::{Footprint, checkpoint_record_bytes, widened};
 pub use sizes::{Recode, Sizes};
 
-/// What the program holds before a model is open, and what its allocator keeps for itself.
+/// What the program holds before a model is open. 30.1 MB were measured with the tokenizer of a
+/// vocabulary as large as K3's (`docs/memory.md` has the command); the rest is for what the
+/// allocator keeps for itself.
 pub const PROCESS_BYTES: u64 = 48 << 20;
-/// What a thread that computes or reads touches of its stack and its part of the heap.
-pub const THREAD_BYTES: u64 = 1 << 20;
-/// What a published checkpoint's index takes for each tensor, its name included.
-pub(crate) const INDEX_BYTES_PER_TENSOR: u64 = 160;
+/// What a thread that computes or reads touches of its stack and its part of the heap: 27 kB were
+/// measured with the demo model, and allocators keep a part of the heap for each.
+pub const THREAD_BYTES: u64 = 256 << 10;
+/// What a published checkpoint's index takes for each tensor: 159 bytes were measured with K3's
+/// 497,220, to which the engine adds up to 12 to find the tensors of an expert.
+pub(crate) const INDEX_BYTES_PER_TENSOR: u64 = 176;
 
 /// Most bytes of a streamed head that are read at once.
 const HEAD_PIECE_BYTES: u64 = 64 << 20;
@@ -36,6 +42,61 @@ const HIT_CURVE: [(f64, f64); 8] = [
     (48.0, 87.1),
     (100.0, 100.0),
 ];
+
+/// The budget where neither the user nor the system says anything.
+const ASSUMED_BYTES: u64 = 4_000_000_000;
+
+/// A budget and where it comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Budget {
+    /// As asked for.
+    Asked(u64),
+    /// What this machine can spare now.
+    Chosen(MemoryLimit),
+    /// A guess: the system does not tell.
+    Assumed,
+}
+
+impl Budget {
+    /// A budget of this many bytes; 0 lets the machine choose: three quarters of what it, or a
+    /// control group, allows, less what others hold.
+    pub fn new(asked_bytes: u64) -> Self {
+        match asked_bytes {
+            0 => match machine::tightest(&machine::memory_limits()) {
+                Some(limit) => Budget::Chosen(limit.clone()),
+                None => Budget::Assumed,
+            },
+            bytes => Budget::Asked(bytes),
+        }
+    }
+
+    /// Bytes.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Budget::Asked(bytes) => *bytes,
+            Budget::Chosen(limit) => limit.usable_bytes(),
+            Budget::Assumed => ASSUMED_BYTES,
+        }
+    }
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Budget::Asked(bytes) => write!(f, "{}, as asked", size(*bytes)),
+            Budget::Chosen(limit) => write!(
+                f,
+                "{}, chosen: three quarters of what there is, less what others hold ({limit})",
+                size(limit.usable_bytes())
+            ),
+            Budget::Assumed => write!(
+                f,
+                "{}, assumed: this system does not tell how much memory there is; name a budget",
+                size(ASSUMED_BYTES)
+            ),
+        }
+    }
+}
 
 /// What a plan is made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,7 +268,10 @@ impl Plan {
                 true => "held".to_owned(),
                 false => "read in pieces for every token".to_owned(),
             },
-            format!("{sessions} session(s), and the copy to go back to"),
+            match sessions {
+                1 => "of one session, and the copy to go back to".to_owned(),
+                n => format!("of {n} sessions, each with the copy to go back to"),
+            },
             format!("{} tokens of context", self.options.context),
             format!("prompts in pieces of {} tokens", self.prefill_chunk),
             "images are not read yet".to_owned(),
