@@ -30,6 +30,8 @@ pub(crate) enum Command {
     Detokenize(DetokenizeArgs),
     /// Describe a checkpoint or container from its headers
     Info(InfoArgs),
+    /// Say what a model takes of memory and disk, and what a budget costs in reads
+    Plan(PlanArgs),
     /// Prove this installation against the built-in reference values
     Selftest(SelftestArgs),
     /// Turn a published checkpoint, or another container, into a .rill container
@@ -274,6 +276,46 @@ pub(crate) enum When {
     On,
 }
 
+#[derive(Debug, clap::Args)]
+pub(crate) struct PlanArgs {
+    /// Folder of a checkpoint or container; without it, the built-in demo model
+    #[arg(value_name = "PATH", conflicts_with = "config")]
+    pub(crate) path: Option<PathBuf>,
+
+    /// A published config.json alone, with the formats that a container made of it would have
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+
+    /// Format of routed experts; `source` is as published
+    #[arg(long, value_enum, default_value_t = Experts::Source, requires = "config")]
+    pub(crate) experts: Experts,
+
+    /// Format of the other matrices; with q4, embedding and head get eight bits
+    #[arg(long, value_enum, default_value_t = Trunk::Source, requires = "config")]
+    pub(crate) trunk: Trunk,
+
+    /// Memory that the process may take, such as 64M, 8G or 1.5G; 0 means what this machine can
+    /// spare
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = memory_size)]
+    pub(crate) budget: u64,
+
+    /// Longest context, in tokens
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) ctx: u32,
+
+    /// Print JSON
+    #[arg(long, conflicts_with = "table")]
+    pub(crate) json: bool,
+
+    /// Print bytes read per token for budgets from 4 to 256 GB and contexts from 4K to 1M
+    #[arg(long, conflicts_with_all = ["budget", "ctx"])]
+    pub(crate) table: bool,
+
+    /// Threads that compute; 0 means one per core
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) threads: u16,
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Experts {
     Source,
@@ -369,6 +411,40 @@ fn share(text: &str) -> Result<(PathBuf, f64), String> {
     parts.ok_or_else(|| "expected a folder, = and a positive number, such as /mnt/b=0.5".to_owned())
 }
 
+/// Bytes from a size as people write it: powers of 1,000, or of 1,024 with an `i`.
+pub(crate) fn memory_size(text: &str) -> Result<u64, String> {
+    parse_size(text).ok_or_else(|| {
+        "expected a size such as 64M, 8G or 1.5G (8Gi for a power of 1,024), or 0".to_owned()
+    })
+}
+
+fn parse_size(text: &str) -> Option<u64> {
+    let number_end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(number_end);
+    let unit = unit.trim_start().to_ascii_lowercase();
+    let unit = unit.strip_suffix('b').unwrap_or(&unit);
+    let base: u128 = if unit.ends_with('i') { 1024 } else { 1000 };
+    let power = match unit.strip_suffix('i').unwrap_or(unit) {
+        // "i" alone is no unit.
+        "" if base == 1000 => 0,
+        "k" => 1,
+        "m" => 2,
+        "g" => 3,
+        "t" => 4,
+        _ => return None,
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    // Longer ones are not sizes, and would not fit below.
+    if whole.is_empty() || fraction.is_empty() || whole.len() > 20 || fraction.len() > 12 {
+        return None;
+    }
+    let unit_bytes = base.pow(power);
+    let scale = 10u128.pow(fraction.len() as u32);
+    let bytes = whole.parse::<u128>().ok()? * unit_bytes
+        + fraction.parse::<u128>().ok()? * unit_bytes / scale;
+    u64::try_from(bytes).ok()
+}
+
 fn temperature(text: &str) -> Result<f32, String> {
     match text.parse::<f32>() {
         Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
@@ -380,5 +456,54 @@ fn probability(text: &str) -> Result<f32, String> {
     match text.parse::<f32>() {
         Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
         _ => Err("expected a number above 0 and at most 1, such as 0.95".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::memory_size;
+
+    #[test]
+    fn sizes_are_powers_of_a_thousand_unless_they_say_otherwise() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("64M", 64_000_000),
+            ("8G", 8_000_000_000),
+            ("8 GB", 8_000_000_000),
+            ("1.5g", 1_500_000_000),
+            ("0.25T", 250_000_000_000),
+            ("8Gi", 8 << 30),
+            ("1.5KiB", 1536),
+            ("18446744073709551615", u64::MAX),
+        ] {
+            assert_eq!(memory_size(text), Ok(bytes), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_size_is_refused() {
+        for text in [
+            "",
+            "G",
+            "-1",
+            "-1G",
+            "1e9",
+            "1..5G",
+            ".5G",
+            "5.G",
+            "8X",
+            "8i",
+            "8GG",
+            "8GiBB",
+            "NaN",
+            "18446744073709551616",
+            "99999999999999999999T",
+            "1.0000000000001G",
+            "8Gï",
+            "１G",
+        ] {
+            assert!(memory_size(text).is_err(), "{text}");
+        }
     }
 }

@@ -7,6 +7,7 @@ mod eval;
 mod info;
 mod model;
 mod output;
+mod plan;
 mod prompt;
 mod run;
 mod selftest;
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
         Command::Tokenize(args) => tokens::tokenize(&args),
         Command::Detokenize(args) => tokens::detokenize(&args),
         Command::Info(args) => info::run(&args),
+        Command::Plan(args) => plan::run(&args),
         Command::Selftest(args) => selftest::run(&args),
         Command::Convert(args) => convert::convert(&args),
         Command::Verify(args) => convert::verify(&args),

@@ -8,6 +8,7 @@ mod eval;
 mod info;
 mod kills;
 mod mutations;
+mod plan;
 mod random;
 mod run;
 mod signals;

@@ -1,0 +1,114 @@
+//! `rill plan`.
+
+use std::ffi::OsString;
+
+use serde_json::Value;
+
+use crate::common::{args, file, repository, rill};
+
+/// `rill plan` for a published configuration with a trunk of four bits.
+fn config(name: &str, more: &[&str]) -> Vec<OsString> {
+    let path = repository(&format!("fixtures/configs/{name}.json"));
+    let mut all = args!["plan", "--config", path, "--trunk", "q4"];
+    all.extend(more.iter().map(OsString::from));
+    all
+}
+
+fn facts(text: &str) -> Value {
+    serde_json::from_str(text).unwrap()
+}
+
+#[test]
+fn a_published_configuration_is_planned_without_any_weights() {
+    let text = rill(config("kimi-k3", &["--budget", "16G", "--threads", "8"])).done();
+    for part in [
+        "kimi-k3.json\n",
+        "16.0 GB, as asked",
+        "process baseline",
+        "KDA state",
+        "latent cache",
+        "4096 tokens of context",
+        "of 93 layers",
+        "expert slots",
+        "floor ",
+        "working set          25.9 GB",
+        "disk                 1.48 TB",
+    ] {
+        assert!(text.contains(part), "no {part:?} in\n{text}");
+    }
+}
+
+#[test]
+fn json_has_every_line_and_the_floor() {
+    let more = ["--budget", "16G", "--threads", "8", "--json"];
+    let plan = facts(&rill(config("kimi-k3", &more)).done());
+    assert_eq!(plan["fits"], true);
+    assert_eq!(plan["budget_bytes"], 16_000_000_000u64);
+    let floor = plan["floor_bytes"].as_u64().unwrap();
+    assert!(floor < 4_000_000_000, "{floor}");
+    let shares = plan["shares"].as_object().unwrap();
+    assert_eq!(shares.len(), 10);
+    let total: u64 = shares.values().map(|bytes| bytes.as_u64().unwrap()).sum();
+    assert_eq!(plan["planned_bytes"], total);
+    assert!((floor..=16_000_000_000).contains(&total));
+
+    // The floor is a budget that works, and a byte less is not.
+    let at = |budget: u64, more: &[&str]| {
+        let budget = budget.to_string();
+        let all = [&["--threads", "8", "--budget", &budget], more].concat();
+        rill(config("kimi-k3", &all))
+    };
+    at(floor, &[]).done();
+    let refused = at(floor - 1, &[]).failed();
+    assert!(refused.contains(&floor.to_string()) && refused.contains("latent cache"), "{refused}");
+    // For programs the plan is on standard output all the same.
+    let refused = at(floor - 1, &["--json"]);
+    assert_eq!((refused.code, &facts(refused.text())["fits"]), (Some(1), &Value::from(false)));
+    assert_eq!(facts(refused.text())["floor_bytes"], floor);
+}
+
+#[test]
+fn the_table_has_budgets_contexts_and_floors() {
+    let text = rill(config("kimi-k3", &["--table", "--threads", "8"])).done();
+    let rows: Vec<Vec<&str>> =
+        text.lines().skip(2).map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(rows[0], ["context", "4K", "16K", "64K", "256K", "1M"]);
+    assert_eq!(rows.len(), 10, "{text}");
+    assert_eq!(rows[1][..2], ["4", "GB"]);
+    // 4 GB hold a context of 4K tokens but not one of a million.
+    assert_eq!((rows[1][3], rows[1].last()), ("GB", Some(&"-")), "{text}");
+    assert_eq!((rows[8][0], rows[9][0]), ("floor", "recommended"));
+}
+
+#[test]
+fn folders_of_every_kind_are_planned() {
+    for path in ["fixtures/k3-tiny", "fixtures/kimi-linear-tiny", "fixtures/k3-tiny.waste"] {
+        let text = rill(args!["plan", repository(path), "--ctx", "64", "--budget", "1Gi"]).done();
+        assert!(text.contains("100.0 % of all") && text.contains("nothing is streamed"), "{text}");
+    }
+    let text = rill(["plan"]).done();
+    assert!(text.starts_with("built-in k3-nano\n"), "{text}");
+}
+
+#[test]
+fn what_is_no_budget_and_no_configuration_is_refused() {
+    for budget in ["8X", "-1", "", "1..5G", "G", "99999999999999999999T"] {
+        let message = rill(["plan", &format!("--budget={budget}")]).misused();
+        assert!(message.contains("--budget") || message.contains("such as 64M"), "{message}");
+    }
+    for wrong in [
+        &["plan", "--trunk", "q4"][..],
+        &["plan", "--ctx", "0"],
+        &["plan", "--json", "--table"],
+        &["plan", "folder", "--config", "file"],
+    ] {
+        rill(wrong).misused();
+    }
+    let beyond = rill(config("kimi-k3", &["--ctx", "1048577"])).failed();
+    assert!(beyond.contains("1048577"), "{beyond}");
+    let (_folder, path) = file("{}");
+    let message = rill(args!["plan", "--config", &path]).failed();
+    assert!(message.contains("text.txt") && message.contains("hidden_size"), "{message}");
+    let missing = rill(args!["plan", "--config", path.with_extension("none")]).failed();
+    assert!(missing.contains("text.none"), "{missing}");
+}
