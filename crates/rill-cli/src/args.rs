@@ -40,6 +40,8 @@ pub(crate) enum Command {
     Verify(VerifyArgs),
     /// Make a container of a real model's shape and random weights, to measure with
     Synth(SynthArgs),
+    /// Study which experts tokens used
+    Trace(TraceArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -401,6 +403,57 @@ pub(crate) enum Like {
 pub(crate) enum Format {
     Rill,
     Waste,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct TraceArgs {
+    #[command(subcommand)]
+    pub(crate) command: TraceCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum TraceCommand {
+    /// Replay recorded routing against an expert cache on paper: what share of uses needs no read
+    Replay(ReplayArgs),
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ReplayArgs {
+    /// Recording: a safetensors file with expert_ids of (tokens, layers, experts per token)
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+
+    /// What the cache keeps: what was used last (lru), what was used most of late (lfu), or what is
+    /// likely to be used next (scored)
+    #[arg(long, value_enum, default_value_t = CachePolicy::All)]
+    pub(crate) cache: CachePolicy,
+
+    /// Sizes of the cache in percent of all experts
+    #[arg(long, value_name = "PERCENT,..", value_delimiter = ',', num_args = 1, default_value = "1.5,3,6,12", value_parser = percent)]
+    pub(crate) share: Vec<f64>,
+
+    /// Sizes of the cache in experts instead
+    #[arg(long, value_name = "N,..", value_delimiter = ',', num_args = 1, conflicts_with = "share", value_parser = whole_number)]
+    pub(crate) slots: Vec<usize>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CachePolicy {
+    Lru,
+    Lfu,
+    Scored,
+    All,
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(p) if (0.0..=100.0).contains(&p) => Ok(p),
+        _ => Err("expected a number from 0 to 100, such as 1.5".to_owned()),
+    }
 }
 
 fn share(text: &str) -> Result<(PathBuf, f64), String> {

@@ -13,6 +13,7 @@ mod run;
 mod selftest;
 mod synth;
 mod tokens;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -33,6 +34,7 @@ fn main() -> ExitCode {
         Command::Convert(args) => convert::convert(&args),
         Command::Verify(args) => convert::verify(&args),
         Command::Synth(args) => synth::run(&args),
+        Command::Trace(args) => trace::run(&args),
     };
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,

@@ -35,7 +35,15 @@ impl Report {
     /// The share of uses that were hits.
     #[must_use]
     pub fn hit_share(&self) -> f64 {
-        self.hits() as f64 / self.n_uses as f64
+        self.hit_share_from(0)
+    }
+
+    /// The share of uses that were hits, from a token on; not a number if there is no such token.
+    #[must_use]
+    pub fn hit_share_from(&self, token: usize) -> f64 {
+        let hits_by_token = self.hits_by_token.get(token..).unwrap_or_default();
+        let token_uses = self.n_uses as f64 / self.hits_by_token.len() as f64;
+        hits_by_token.iter().sum::<u64>() as f64 / (hits_by_token.len() as f64 * token_uses)
     }
 }
 

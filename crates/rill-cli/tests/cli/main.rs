@@ -15,4 +15,5 @@ mod signals;
 mod streams;
 mod synth;
 mod tokens;
+mod trace;
 mod usage;

@@ -61,6 +61,7 @@ fn the_help_of_every_command_names_what_it_takes() {
         (&["tokenize"], &["[TEXT]", "--file", "--model", "--markup", "--json"]),
         (&["detokenize"], &["[IDS]", "--model", "standard input"]),
         (&["info"], &["[PATH]", "--json", "demo"]),
+        (&["trace", "replay"], &["FILE", "--cache", "scored", "--share", "--slots", "--json"]),
         (&["selftest"], &["--threads", "--kernels", "reference"]),
     ] {
         let help = rill(command.iter().chain(&["--help"])).done();
