@@ -14,7 +14,7 @@ use crate::buffer::AlignedBuf;
 use crate::error::StreamError;
 use crate::key::ExpertKey;
 use crate::place::{Extent, Placement, Record};
-use crate::policy::Policy;
+use crate::policy::{Learned, Policy};
 use crate::readers::{Priority, Readers, Ticket};
 use crate::storage::ReadError;
 
@@ -146,6 +146,12 @@ impl ExpertCache {
     #[must_use]
     pub fn counters(&self) -> CacheCounters {
         self.inner.lock().counters
+    }
+
+    /// What its policy would like to know in the next run.
+    #[must_use]
+    pub fn learned(&self) -> Option<Learned> {
+        self.inner.lock().policy.learned()
     }
 
     /// What its buffers are in use for at this moment.

@@ -76,4 +76,17 @@ pub enum StreamError {
         /// Bytes of each.
         bytes: usize,
     },
+
+    /// What was learned in earlier runs is damaged or about another model.
+    #[error("{}: {what} should be {expected}, found {found}; it only spares reads, so go on without it or delete it", file.display())]
+    Hint {
+        /// The file.
+        file: PathBuf,
+        /// Which part of it.
+        what: &'static str,
+        /// What it should be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
 }

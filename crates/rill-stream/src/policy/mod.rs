@@ -6,11 +6,13 @@
 
 mod decayed_lfu;
 mod history;
+mod learned;
 mod lru;
 mod ranking;
 mod scored;
 
 pub use decayed_lfu::DecayedLfu;
+pub use learned::Learned;
 pub use lru::Lru;
 pub use scored::Scored;
 
@@ -48,4 +50,9 @@ pub trait Policy: Send {
 
     /// `key` is no longer resident.
     fn removed(&mut self, key: ExpertKey);
+
+    /// What is worth keeping for the next run; `None` if this policy learns nothing that lasts.
+    fn learned(&self) -> Option<Learned> {
+        None
+    }
 }

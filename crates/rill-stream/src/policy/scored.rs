@@ -1,6 +1,6 @@
-use super::Policy;
 use super::history::History;
 use super::ranking::Ranking;
+use super::{Learned, Policy};
 use crate::{ExpertKey, Geometry};
 
 /// Ranks by how likely a record is to be used at the next token; a newcomer below everything
@@ -46,6 +46,23 @@ impl Scored {
             is_stale: false,
             expected: vec![0.0; geometry.n_experts as usize],
         }
+    }
+
+    /// A policy that knows what was used in earlier runs, and nothing else yet.
+    #[must_use]
+    pub fn from_learned(learned: &Learned) -> Self {
+        let geometry = learned.geometry();
+        let mut policy = Self::new(geometry);
+        for (counts, &uses) in policy.counts.iter_mut().zip(learned.counts()) {
+            counts[LONG_RUN] = uses;
+        }
+        for layer in 0..geometry.n_layers {
+            let counts = &policy.counts[geometry.layer_range(layer)];
+            for (score, counts) in policy.ranking.layer_mut(layer).iter_mut().zip(counts) {
+                *score = f64::from(score_of(counts, 0.0, 0.0));
+            }
+        }
+        policy
     }
 
     /// Brings the scores of the layer that ran last up to date.
@@ -105,6 +122,11 @@ impl Policy for Scored {
     fn removed(&mut self, key: ExpertKey) {
         self.ranking.removed(key);
     }
+
+    fn learned(&self) -> Option<Learned> {
+        let counts = self.counts.iter().map(|counts| counts[LONG_RUN]).collect();
+        Some(Learned::new(self.geometry, counts))
+    }
 }
 
 fn score_of(counts: &[f32; N_HALF_LIVES], expected: f32, trust: f32) -> f32 {
@@ -135,6 +157,8 @@ fn ln(x: f32) -> f32 {
 }
 
 const N_HALF_LIVES: usize = 3;
+/// Which of them outlasts a run.
+const LONG_RUN: usize = 2;
 /// 2^(-1/h) for half-lives of 0.5, 8 and 1,000 tokens; literals, because powers from the system's
 /// maths library differ between machines. Half-lives of 2 and 40 tokens add nothing to these.
 const DECAYS: [f32; N_HALF_LIVES] = [0.25, 0.917_004_05, 0.999_307_1];
