@@ -30,16 +30,18 @@ const HEAD_PIECE_BYTES: u64 = 64 << 20;
 /// Part of what lies between floor and budget that goes to longer pieces of a prompt, at most.
 const SCRATCH_SHARE: u64 = 16;
 
-/// Share of all experts that are cached, and share of a token's experts found there, in percent:
-/// measured over 300 tokens of Kimi-Linear's routing, from cold (`docs/memory.md`).
-const HIT_CURVE: [(f64, f64); 8] = [
+/// Share of all experts that are in slots, and share of a token's experts found there, in percent:
+/// Rill's own policy over 300 tokens of Kimi-Linear's routing, from cold (`docs/memory.md`).
+const HIT_CURVE: [(f64, f64); 10] = [
     (0.0, 0.0),
-    (1.5, 24.3),
-    (3.0, 35.4),
-    (6.0, 47.7),
-    (12.0, 60.7),
-    (24.0, 74.0),
-    (48.0, 87.1),
+    (0.3, 7.6),
+    (0.7, 15.8),
+    (1.5, 27.0),
+    (3.0, 38.4),
+    (6.0, 49.9),
+    (12.0, 61.8),
+    (24.0, 74.4),
+    (48.0, 86.9),
     (100.0, 100.0),
 ];
 
