@@ -374,9 +374,9 @@ impl<'a> Planner<'a> {
                 let largest = layers().nth(n_pinned).unwrap_or(0);
                 let (piece, head) = match head_resident {
                     true => (0, 0),
-                    // A whole row at least.
+                    // A whole row at least, codes and scales in two reads.
                     false => {
-                        let row = sizes::widened(sizes.head_row_bytes);
+                        let row = 2 * sizes::widened(sizes.head_row_bytes);
                         (HEAD_PIECE_BYTES.max(row).min(sizes.head_bytes), sizes.head_bytes)
                     }
                 };

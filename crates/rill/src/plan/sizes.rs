@@ -100,11 +100,8 @@ impl Sizes {
     /// Of a source whose headers were checked.
     pub(crate) fn of_source(source: &dyn WeightSource, config: &ModelConfig) -> Self {
         let footprint = source.footprint(config);
-        let held = |needed: &Needed| {
-            let form = source.find(&needed.name).map(|stored| stored.form);
-            matrix_bytes(needed, form).map(|(codes, scales)| codes.saturating_add(scales))
-        };
-        Self::new(config, &footprint, held)
+        let form = |needed: &Needed| source.find(&needed.name).map(|stored| stored.form);
+        Self::new(config, &footprint, form)
     }
 
     /// Of the `.rill` container that a conversion with these formats makes of a model with this
@@ -122,9 +119,6 @@ impl Sizes {
         let config = parse_config(config_json, file)?;
         let inventory = weights::inventory(&config);
         let form = |needed: &Needed| Some(Form::Codec(trunk_codec(needed, trunk)));
-        let held = |needed: &Needed| {
-            matrix_bytes(needed, form(needed)).map(|(codes, scales)| codes.saturating_add(scales))
-        };
         let record_bytes = record_bytes(&config, experts);
         // A layer's run: each part begins at a multiple of 64, the run ends at one of 16 KiB.
         let mut run_bytes = vec![0u64; config.layers.len()];
@@ -158,25 +152,28 @@ impl Sizes {
                 .fold(disk_bytes, u64::saturating_add),
             run_bytes,
         };
-        Ok(Self::new(&config, &footprint, held))
+        Ok(Self::new(&config, &footprint, form))
     }
 
     fn new(
         config: &ModelConfig,
         footprint: &Footprint,
-        held: impl Fn(&Needed) -> Option<u64>,
+        form: impl Fn(&Needed) -> Option<Form>,
     ) -> Self {
         let mut layer_bytes = vec![0u64; config.layers.len()];
-        let (mut vector_bytes, mut head_bytes) = (0u64, 0u64);
+        let (mut vector_bytes, mut head_bytes, mut head_row_bytes) = (0u64, 0, 0);
         for needed in &weights::inventory(config) {
-            let bytes = held(needed);
+            // Codes and scales may be two reads.
+            let parts = matrix_bytes(needed, form(needed)).unwrap_or_default();
+            let [codes, scales] = [parts.0, parts.1].map(|n| if n > 0 { widened(n) } else { 0 });
             match (needed.forms, needed.layer) {
                 (Forms::Matrix, Some(layer)) => {
                     let layer = &mut layer_bytes[layer];
-                    *layer = layer.saturating_add(widened(bytes.unwrap_or(0)));
+                    *layer = layer.saturating_add(codes).saturating_add(scales);
                 }
                 (Forms::Matrix, None) if needed.name.ends_with("lm_head.weight") => {
-                    head_bytes = bytes.unwrap_or(0);
+                    head_bytes = codes.saturating_add(scales);
+                    head_row_bytes = parts.0.saturating_add(parts.1) / config.vocab_size as u64;
                 }
                 // The embedding: its rows are read when they are used.
                 (Forms::Matrix, None) => {}
@@ -191,8 +188,8 @@ impl Sizes {
         Self {
             layer_bytes,
             vector_bytes,
-            head_bytes: widened(head_bytes),
-            head_row_bytes: head_bytes.div_ceil(config.vocab_size as u64),
+            head_bytes,
+            head_row_bytes,
             record_bytes: footprint.record_bytes,
             moe_layers,
             n_experts: config.moe.n_experts,
@@ -331,4 +328,26 @@ fn vision_weights(config_json: &[u8]) -> Option<u64> {
             + wide * wide
             + get("text_hidden_size")? * wide,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rill_stream::{Extent, Placement};
+
+    use super::widened;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
+
+        #[test]
+        fn parts_that_lie_anywhere_never_take_more_than_is_counted(
+            parts in prop::collection::vec((0u32..3, 0u64..100_000, 1u64..20_000), 1..8)
+        ) {
+            let extents = parts.iter().map(|&(file, offset, bytes)| Extent { file, offset, bytes });
+            let extents: Vec<Extent> = extents.collect();
+            let counted: u64 = extents.iter().map(|extent| widened(extent.bytes)).sum();
+            prop_assert!(Placement::new(&extents).bytes as u64 <= counted);
+        }
+    }
 }
