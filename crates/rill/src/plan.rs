@@ -231,12 +231,11 @@ impl Plan {
             });
         }
         let planner = Planner::new(sizes, options);
-        match planner.plan(options.budget_bytes) {
+        match planner.best() {
             Some(plan) => Ok(plan),
             None => {
-                let smallest = planner.plan(planner.floor_bytes);
-                let mut smallest = smallest.expect("the floor is that of a plan");
-                smallest.options.budget_bytes = options.budget_bytes;
+                let (scratch, slots) = (planner.fixed.scratch, planner.min_slots);
+                let smallest = planner.assemble(&planner.floor, scratch, slots);
                 Err(Error::BelowFloor { plan: Box::new(smallest) })
             }
         }
@@ -314,11 +313,13 @@ struct Planner<'a> {
     order: Vec<usize>,
     min_slots: u64,
     max_scratch_bytes: u64,
+    /// The placement that takes least, and what that takes.
+    floor: Placement,
     floor_bytes: u64,
 }
 
 /// Which part of the trunk is held.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Placement {
     /// The first of the planner's order.
     n_pinned: usize,
@@ -334,7 +335,8 @@ impl<'a> Planner<'a> {
         let sessions = options.sessions as u64;
         let threads = options.threads as u64;
         let fixed = Shares {
-            baseline: (PROCESS_BYTES + sizes.index_bytes)
+            baseline: PROCESS_BYTES
+                .saturating_add(sizes.index_bytes)
                 .saturating_add(threads.saturating_mul(THREAD_BYTES)),
             vectors: sizes.vector_bytes,
             state: sizes.session_bytes.saturating_mul(sessions),
@@ -349,16 +351,27 @@ impl<'a> Planner<'a> {
         order.sort_by_key(|&layer| std::cmp::Reverse(sizes.layer_bytes[layer]));
         // All experts that one token needs of a layer: with fewer, the layer would wait for a
         // read in the middle of every token, and there would be no choice of what to keep.
-        let min_slots = (sizes.top_k + options.lookahead) as u64;
+        let min_slots = sizes.top_k.saturating_add(options.lookahead) as u64;
         let chunk = options.prefill_chunk.clamp(1, options.context.max(1)) as u64;
         let max_scratch_bytes =
             sizes.scratch_bytes_per_token.saturating_mul(chunk).saturating_add(sizes.logits_bytes);
-        let mut planner =
-            Self { sizes, options, fixed, order, min_slots, max_scratch_bytes, floor_bytes: 0 };
-        let least = planner.placements().into_iter().map(|placement| {
-            planner.shares(&placement, planner.fixed.scratch, planner.min_slots).total()
-        });
-        planner.floor_bytes = least.min().expect("nothing pinned is a placement");
+        let mut planner = Self {
+            sizes,
+            options,
+            fixed,
+            order,
+            min_slots,
+            max_scratch_bytes,
+            floor: Placement::default(),
+            floor_bytes: 0,
+        };
+        let least = |placement: &Placement| {
+            planner.shares(placement, planner.fixed.scratch, planner.min_slots).total()
+        };
+        let floor = planner.placements().into_iter().min_by_key(least);
+        planner.floor = floor.expect("nothing pinned is a placement");
+        planner.floor_bytes =
+            planner.shares(&planner.floor, planner.fixed.scratch, planner.min_slots).total();
         planner
     }
 
@@ -385,9 +398,9 @@ impl<'a> Planner<'a> {
                     head_resident,
                     pinned_bytes,
                     ring_slot_bytes: largest.max(piece),
-                    read_bytes: (all - pinned_bytes).saturating_add(head),
+                    read_bytes: all.saturating_sub(pinned_bytes).saturating_add(head),
                 });
-                pinned_bytes += largest;
+                pinned_bytes = pinned_bytes.saturating_add(largest);
             }
         }
         placements
@@ -411,9 +424,9 @@ impl<'a> Planner<'a> {
         (self.sizes.working_set_bytes() as f64 * missed) as u64
     }
 
-    /// The best plan for a budget; `None` below the floor.
-    fn plan(&self, budget_bytes: u64) -> Option<Plan> {
-        let sizes = self.sizes;
+    /// The best plan for the budget; `None` below the floor.
+    fn best(&self) -> Option<Plan> {
+        let (sizes, budget_bytes) = (self.sizes, self.options.budget_bytes);
         // What is left after scratch grows with the budget too, so that a larger one never reads
         // more.
         let extra = budget_bytes.checked_sub(self.floor_bytes)? / SCRATCH_SHARE;
@@ -430,15 +443,20 @@ impl<'a> Planner<'a> {
             (bytes, std::cmp::Reverse(*slots))
         };
         let (placement, slots) = fitting.min_by_key(reads)?;
+        Some(self.assemble(&placement, scratch, slots))
+    }
+
+    fn assemble(&self, placement: &Placement, scratch: u64, slots: u64) -> Plan {
+        let sizes = self.sizes;
         let mut pinned = vec![false; self.order.len()];
         for &layer in &self.order[..placement.n_pinned] {
             pinned[layer] = true;
         }
         let piece =
             scratch.saturating_sub(sizes.logits_bytes) / sizes.scratch_bytes_per_token.max(1);
-        Some(Plan {
-            options: PlanOptions { budget_bytes, ..self.options },
-            shares: self.shares(&placement, scratch, slots),
+        Plan {
+            options: self.options,
+            shares: self.shares(placement, scratch, slots),
             pinned,
             head_resident: placement.head_resident,
             ring_slot_bytes: placement.ring_slot_bytes,
@@ -452,7 +470,7 @@ impl<'a> Planner<'a> {
             trunk_read_bytes: placement.read_bytes,
             expert_read_bytes: self.expert_read_bytes(slots),
             disk_bytes: sizes.disk_bytes,
-        })
+        }
     }
 
     fn recommended_bytes(&self) -> u64 {

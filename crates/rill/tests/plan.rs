@@ -129,6 +129,45 @@ fn with_room_for_everything_nothing_is_read_and_nothing_streamed() {
     }
 }
 
+#[test]
+fn the_largest_numbers_a_configuration_may_have_are_no_trouble() {
+    let mut tree: serde_json::Value = serde_json::from_slice(SynthModel::KimiK3.config()).unwrap();
+    let text = &mut tree["text_config"];
+    for (key, value) in [
+        ("hidden_size", 1u64 << 17),
+        ("vocab_size", 1 << 21),
+        ("intermediate_size", 1 << 20),
+        ("moe_intermediate_size", 1 << 20),
+        ("num_experts", 1 << 16),
+        ("num_experts_per_token", 1 << 16),
+        ("num_shared_experts", 1),
+        ("routed_expert_hidden_size", 1 << 17),
+        ("num_attention_heads", 1 << 8),
+        ("num_key_value_heads", 1 << 8),
+        ("kv_lora_rank", 1 << 17),
+        ("max_position_embeddings", 1 << 30),
+    ] {
+        text[key] = value.into();
+    }
+    for recode in [Recode::Source, Recode::Q8, Recode::Q4] {
+        let json = tree.to_string();
+        let sizes = Sizes::of_config(json.as_bytes(), String::new(), recode, recode).unwrap();
+        // All the experts of all tokens are 2^60 bytes and more.
+        assert!(sizes.working_set_bytes() > 1 << 60);
+        let most = PlanOptions {
+            context: 1 << 30,
+            sessions: usize::MAX,
+            threads: usize::MAX,
+            lookahead: 0,
+            prefill_chunk: usize::MAX,
+            budget_bytes: u64::MAX - 1,
+        };
+        assert!(matches!(Plan::new(&sizes, most), Err(Error::BelowFloor { .. })));
+        let plan = Plan::new(&sizes, options(1 << 40, 1)).map(|plan| plan.floor_bytes);
+        assert!(matches!(plan, Err(Error::BelowFloor { .. })), "{plan:?}");
+    }
+}
+
 /// Pinning all layers takes less than pinning all but the last and a ring for that one.
 #[test]
 fn a_ring_is_given_up_when_pinning_everything_takes_less() {

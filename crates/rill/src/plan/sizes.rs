@@ -105,8 +105,8 @@ impl Sizes {
     }
 
     /// Of the `.rill` container that a conversion with these formats makes of a model with this
-    /// `config.json`; `file` names it in messages. Padding is counted to the byte, small files
-    /// are not.
+    /// `config.json`; `file` names it in messages. Small files are not counted, and small tensors
+    /// as if all were stored as f32.
     ///
     /// # Errors
     /// When the configuration is not that of a model that can be run.
