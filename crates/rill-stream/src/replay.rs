@@ -88,7 +88,7 @@ pub fn optimal(trace: &Trace, capacity: usize) -> Report {
     let mut cache = Residents::new(trace, capacity);
     let geometry = trace.geometry();
 
-    // For each use in order, the number of the next use of the same record: `n_uses` for none.
+    // For each use in order, the number of the next use of the same record: `NEVER` for none.
     let uses = || {
         (0..trace.n_tokens()).flat_map(move |token| {
             (0..geometry.n_layers).flat_map(move |layer| {
@@ -97,24 +97,25 @@ pub fn optimal(trace: &Trace, capacity: usize) -> Report {
             })
         })
     };
-    let mut next_use = vec![usize::MAX; uses().count()];
+    // Four bytes are enough for any recording that can be read, and there are as many as ids.
+    let mut next_use = vec![NEVER; uses().count()];
     let mut last_use = vec![None; geometry.n_records()];
-    for (at, (_, key)) in uses().enumerate() {
+    for (at, (_, key)) in (0u32..).zip(uses()) {
         if let Some(last) = last_use[geometry.index(key)].replace(at) {
-            let last: usize = last;
-            next_use[last] = at;
+            let last: u32 = last;
+            next_use[last as usize] = at;
         }
     }
 
     // Residents by when they are used next; a resident's entry is renewed at each use.
-    let mut residents: BTreeSet<(usize, ExpertKey)> = BTreeSet::new();
-    for (at, (token, key)) in uses().enumerate() {
+    let mut residents: BTreeSet<(u32, ExpertKey)> = BTreeSet::new();
+    for (at, (token, key)) in (0u32..).zip(uses()) {
         let hit = cache.use_once(token, key);
         if hit {
             residents.remove(&(at, key));
         }
-        let newcomer = (next_use[at], key);
-        if newcomer.0 == usize::MAX {
+        let newcomer = (next_use[at as usize], key);
+        if newcomer.0 == NEVER {
             if hit {
                 cache.set(key, false);
             }
@@ -179,3 +180,6 @@ impl Residents {
         }
     }
 }
+
+/// The number of a use that does not come.
+const NEVER: u32 = u32::MAX;

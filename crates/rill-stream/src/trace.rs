@@ -284,5 +284,5 @@ const MAX_EXPERTS: u32 = 1 << 15;
 const MAX_RECORDS: u32 = 1 << 20;
 /// The header describes one tensor; the rest is what its writer had to say about it.
 const MAX_HEADER_BYTES: usize = 1 << 16;
-/// 360,000 tokens of Kimi K3.
-const MAX_FILE_BYTES: u64 = 1 << 30;
+/// 90,000 tokens of Kimi K3.
+const MAX_FILE_BYTES: u64 = 1 << 28;

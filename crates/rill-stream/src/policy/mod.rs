@@ -27,9 +27,8 @@ use crate::ExpertKey;
 /// for the other. A key outside the model's [`Geometry`](crate::Geometry) is a caller's bug and may
 /// panic.
 pub trait Policy: Send {
-    /// The router of `layer` has chosen `experts`. One call moves the layer's clock by one: call
-    /// it once for each token of a prompt, and once a pass for sequences that decode together (an
-    /// expert counts as often as it is listed).
+    /// The router of `layer` has chosen `experts` for one token. Tokens of a prompt come in their
+    /// order, layer by layer or token by token.
     fn used(&mut self, layer: u32, experts: &[u32]);
 
     /// The resident record to give up first, among those that `pinned` does not hold on to; `None`
