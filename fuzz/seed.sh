@@ -28,6 +28,21 @@ for path in Path(".").glob("*/*/tiktoken.model"):
     config = (path.parent / "tokenizer_config.json").read_bytes()
     seed("tokenizer", path.parent.name, path.read_bytes() + b"\0" + config)
 
+for path in Path("crates/rill-stream/tests/data").glob("*.safetensors"):
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    _, layers, top_k = header["expert_ids"]["shape"]
+    token = 2 * layers * top_k
+    # Two tokens of so large a model say enough.
+    header["expert_ids"] |= {"shape": [2, layers, top_k], "data_offsets": [0, 2 * token]}
+    text = json.dumps(header).encode()
+    seed("trace", path.stem, len(text).to_bytes(8, "little") + text + data[end : end + 2 * token])
+header = {"__metadata__": {"n_experts": "9"}, "expert_ids": {"dtype": "I16", "shape": [5, 3, 2], "data_offsets": [0, 60]}}
+text = json.dumps(header).encode()
+ids = b"".join(i.to_bytes(2, "little") for n in range(15) for i in (n % 4, 4 + n % 5))
+seed("trace", "small", len(text).to_bytes(8, "little") + text + ids)
+
 def matrix(rows, cols, codec, group, codes, scales):
     return {"rows": rows, "cols": cols, "codec": {"name": codec, "group": group}, "code_bytes": codes, "scale_bytes": scales}
 
