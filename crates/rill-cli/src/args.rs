@@ -34,7 +34,7 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Prove this installation against the built-in reference values
     Selftest(SelftestArgs),
-    /// Turn a published checkpoint, or another container, into a .rill container
+    /// Turn a published checkpoint, or a .rill or .waste container, into a .rill container
     Convert(ConvertArgs),
     /// Check every byte of a .rill container
     Verify(VerifyArgs),
@@ -226,7 +226,7 @@ pub(crate) fn token_id(text: &str) -> Result<u32, String> {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ConvertArgs {
-    /// Folder of a Kimi checkpoint as published, or of a .rill container
+    /// Folder of a Kimi checkpoint as published, or of a .rill or .waste container
     #[arg(value_name = "SRC")]
     pub(crate) source: PathBuf,
 
@@ -234,7 +234,7 @@ pub(crate) struct ConvertArgs {
     #[arg(value_name = "DST")]
     pub(crate) destination: Option<PathBuf>,
 
-    /// Format of routed experts; `source` keeps them bit for bit
+    /// Format of routed experts; `source` keeps them bit for bit, which those of .waste cannot be
     #[arg(long, value_enum, default_value_t = Experts::Source)]
     pub(crate) experts: Experts,
 
@@ -250,6 +250,11 @@ pub(crate) struct ConvertArgs {
     /// given several times
     #[arg(long, value_name = "FOLDER=SHARE", value_parser = share)]
     pub(crate) spread: Vec<(PathBuf, f64)>,
+
+    /// Convert the first layers only, as a smaller model to try things out with: it runs, its layers
+    /// compute what they do in the whole model, and its answers are nonsense
+    #[arg(long, value_name = "N", conflicts_with = "reclaim")]
+    pub(crate) layers: Option<u32>,
 
     /// Delete each shard of the checkpoint once everything in it has been converted, synced and read
     /// back; `dry` only says what would be deleted and when, and converts nothing

@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use rill::Checkpoint;
 use rill_convert::{
-    Control, ConvertError, ConvertSource, Deletion, ExpertCodec, Plan, Progress, Reclaim,
-    TrunkCodec, WeightError, deletions, open_checkpoint, weight_errors,
+    Control, ConvertError, ConvertSource, Deletion, ExpertCodec, FirstLayers, Plan, Progress,
+    Reclaim, TrunkCodec, WeightError, deletions, differing_files, open_checkpoint, weight_errors,
 };
+use rill_format::Waste;
 use rill_format::container::Container;
 use serde_json::json;
 
@@ -29,7 +30,9 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
         false => None,
     };
     let (experts, trunk) = (expert_codec(args.experts), trunk_codec(args.trunk));
-    let plan = Plan::new(source.get(), experts, trunk)?.spread(&args.spread)?;
+    let cut = args.layers.map(|layers| FirstLayers::new(source.get(), layers)).transpose()?;
+    let model = cut.as_ref().map_or(source.get(), |cut| cut);
+    let plan = Plan::new(model, experts, trunk)?.spread(&args.spread)?;
     if args.estimate {
         print(format!(
             "container   {}\ntrunk       {}\nexperts     {} in {} records of {}\nsource      {}\n",
@@ -50,7 +53,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
         (Source::Checkpoint(checkpoint), Some(when)) => {
             Some((checkpoint, Reclaim::new(checkpoint, args.trust_source)?, when))
         }
-        (Source::Container(_), Some(_)) => bail!(
+        (Source::Container(_) | Source::Waste(_), Some(_)) => bail!(
             "{} is a container; --reclaim deletes the shards of published checkpoints only",
             args.source.display()
         ),
@@ -67,7 +70,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
             rill_convert::convert_and_reclaim(checkpoint, &plan, destination, &control, reclaim)
                 .map(Some)
         }
-        None => rill_convert::convert(source.get(), &plan, destination, &control).map(|()| None),
+        None => rill_convert::convert(model, &plan, destination, &control).map(|()| None),
     };
     meter.end();
     let reclaimed = match result {
@@ -111,22 +114,37 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
     let interrupted = interrupt_flag()?;
     let meter = Meter::new(&interrupted);
     let control = Control { jobs: jobs(args.jobs), progress: &|p| meter.tell(p) };
-    let result = rill_convert::verify(&container, &control)
-        .and_then(|()| source.map(|s| weight_errors(&container, s.get(), &control)).transpose());
+    let compare = |source: Source| {
+        // A container of a model's first layers is compared with these.
+        let cut = FirstLayers::as_many_as(&container, source.get())?;
+        let source = cut.as_ref().map_or(source.get(), |cut| cut);
+        let files = differing_files(&container, source)?;
+        Ok((files, weight_errors(&container, source, &control)?))
+    };
+    let result =
+        rill_convert::verify(&container, &control).and_then(|()| source.map(compare).transpose());
     meter.end();
-    let errors = match result {
+    let compared = match result {
         Err(ConvertError::Cancelled) => return Ok(Outcome::Interrupted),
         result => result?,
     };
     let fingerprint = &container.manifest().fingerprint;
+    let (files, errors) = compared.unzip();
     if args.json {
         let errors: Option<Vec<_>> = errors.map(|errors| errors.iter().map(to_json).collect());
-        let found = json!({ "fingerprint": fingerprint, "weight_errors": errors });
+        let found = json!({
+            "fingerprint": fingerprint,
+            "differing_files": files,
+            "weight_errors": errors,
+        });
         print(format!("{found:#}\n"))?;
         return Ok(Outcome::Done);
     }
     let mut text =
         format!("{}: every byte is as written, fingerprint {fingerprint}\n", args.path.display());
+    for file in files.iter().flatten() {
+        text.push_str(&format!("{file} is not the source's\n"));
+    }
     if let Some(errors) = errors {
         text.push_str(&table(&errors));
     }
@@ -138,6 +156,7 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
 enum Source {
     Checkpoint(Checkpoint),
     Container(Box<Container>),
+    Waste(Box<Waste>),
 }
 
 impl Source {
@@ -146,6 +165,9 @@ impl Source {
         let folder = model::folder(Some(path))?;
         if Container::is_container(path) {
             return Ok(Self::Container(Box::new(Container::open(path.to_owned())?)));
+        }
+        if Waste::is_waste(path) {
+            return Ok(Self::Waste(Box::new(Waste::open(path.to_owned())?)));
         }
         Ok(Self::Checkpoint(match destination {
             Some(destination) => open_checkpoint(folder, destination)?,
@@ -157,13 +179,14 @@ impl Source {
         match self {
             Self::Checkpoint(checkpoint) => checkpoint,
             Self::Container(container) => &**container,
+            Self::Waste(waste) => &**waste,
         }
     }
 
     fn is_whole(&self) -> bool {
         match self {
             Self::Checkpoint(c) => c.shards().all(|shard| c.folder().exists(shard)),
-            Self::Container(_) => true,
+            Self::Container(_) | Self::Waste(_) => true,
         }
     }
 }

@@ -1,13 +1,15 @@
-//! Published checkpoints, or other containers, to `.rill` containers.
+//! Published checkpoints, or `.rill` and `.waste` containers, to `.rill` containers.
 //!
 //! [`Plan::new`] decides from headers alone what goes where and how large it gets; [`convert`]
 //! carries a plan out. A conversion can be killed at any moment and run again: it goes on where
 //! it stopped and ends with the same bytes, on any number of threads. The manifest is written
 //! last and makes the folder a container.
 
+mod config;
 mod convert;
 mod disk;
 mod error;
+mod layers;
 mod note;
 mod place;
 mod plan;
@@ -15,11 +17,13 @@ mod reclaim;
 mod source;
 mod synth;
 mod verify;
+mod waste;
 
 pub use convert::{Control, Progress, convert, convert_and_reclaim, deletions};
 pub use error::ConvertError;
+pub use layers::FirstLayers;
 pub use plan::{ExpertCodec, Plan, TrunkCodec};
 pub use reclaim::{Deletion, Reclaim, Reclaimed, open_checkpoint};
 pub use source::{ConvertSource, SourceExperts, SourceTensor, StoredBytes};
 pub use synth::{Synth, SynthFormat, SynthModel, SynthOptions};
-pub use verify::{WeightError, verify, weight_errors};
+pub use verify::{WeightError, differing_files, verify, weight_errors};

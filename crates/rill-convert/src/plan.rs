@@ -312,7 +312,14 @@ fn plan_experts(
         let name = || source.name(0, 0, index);
         let codec = match option {
             ExpertCodec::Source => {
-                matrix.form.as_published().expect("bytes are the codes of a packed form")
+                matrix.form.as_published().ok_or_else(|| ConvertError::Tensor {
+                    tensor: name(),
+                    reason: format!(
+                        "is stored as {}, which a .rill container cannot hold as it is; choose \
+                         --experts q8, or q4 for half of the bytes",
+                        matrix.form
+                    ),
+                })?
             }
             ExpertCodec::Q8 => Codec { name: CodecName::Q8, group: GROUP },
             ExpertCodec::Q4 => Codec { name: CodecName::Q4, group: GROUP },

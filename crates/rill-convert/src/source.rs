@@ -1,11 +1,12 @@
-//! What is converted: a published checkpoint, or a container into another one.
+//! What is converted: a published checkpoint, or a container into another one (`waste.rs` has the
+//! other kind of container).
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use rill_format::container::{self, CodecName, Container};
 use rill_format::{Checkpoint, Dtype, Folder, FormatError, TensorId};
-use rill_kernels::{Codec, LayoutError, Matrix};
+use rill_kernels::{Codec, LayoutError, Matrix, Vq};
 
 use crate::error::ConvertError;
 use crate::place::{ExpertKey, expert_key};
@@ -93,6 +94,19 @@ pub struct SourceExperts {
 }
 
 impl SourceExperts {
+    /// Experts of a container, which are found by layer and number.
+    pub(crate) fn new(matrices: [SourceMatrix; 3], banks: Vec<(u32, u32)>) -> Self {
+        Self { matrices, banks, tensors: Vec::new() }
+    }
+
+    /// Those of the layers below some number.
+    pub(crate) fn below(mut self, layers: u32) -> Self {
+        let n = self.banks.partition_point(|&(layer, _)| layer < layers);
+        self.banks.truncate(n);
+        self.tensors.truncate(n);
+        self
+    }
+
     /// What to call a matrix in messages.
     pub(crate) fn name(&self, bank: usize, expert: u32, matrix: usize) -> String {
         let layer = self.banks[bank].0;
@@ -118,17 +132,19 @@ pub(crate) struct SourceMatrix {
 pub(crate) enum Form {
     Plain(Dtype),
     Packed(container::Codec),
+    /// Vector-quantised in the source; what is read from there are f32.
+    Vq(Vq),
 }
 
 impl Form {
     /// The container's format that holds this as it is, if there is one: f16 becomes f32, which
-    /// holds it exactly, and plain bytes have no meaning of their own.
+    /// holds it exactly; plain bytes have no meaning of their own, and nothing has codebooks.
     pub(crate) fn as_published(self) -> Option<container::Codec> {
         let plain = |name| Some(container::Codec { name, group: 0 });
         match self {
             Form::Plain(Dtype::BF16) => plain(CodecName::Bf16),
             Form::Plain(Dtype::F32 | Dtype::F16) => plain(CodecName::F32),
-            Form::Plain(Dtype::U8) => None,
+            Form::Plain(Dtype::U8) | Form::Vq(_) => None,
             Form::Packed(codec) => Some(codec),
         }
     }
@@ -147,6 +163,7 @@ impl Form {
         scales: &[u8],
     ) -> Result<Vec<f32>, LayoutError> {
         match self {
+            Form::Vq(_) => Form::Plain(Dtype::F32).decode(rows, cols, codes, scales),
             Form::Plain(dtype) => {
                 let expected = rows * cols * dtype.size() as usize;
                 if codes.len() != expected {
@@ -172,6 +189,7 @@ impl fmt::Display for Form {
         match self {
             Form::Plain(dtype) => dtype.fmt(f),
             Form::Packed(codec) => codec.fmt(f),
+            Form::Vq(vq) => f.write_str(Codec::Vq(*vq).name()),
         }
     }
 }
@@ -248,7 +266,7 @@ impl ConvertSource for Checkpoint {
             });
         }
         let matrices: [SourceMatrix; 3] = matrices.try_into().expect("three were made");
-        let mut experts = SourceExperts { matrices, banks: Vec::new(), tensors: Vec::new() };
+        let mut experts = SourceExperts::new(matrices, Vec::new());
         for (&key, &id) in &tensors {
             if experts.banks.last().is_none_or(|bank| bank.0 != key.layer) {
                 experts.banks.push((key.layer, 0));
@@ -319,6 +337,7 @@ fn check_expert_tensor(
         (Form::Packed(_), true) => (Dtype::U8, matrix.cols / 32),
         (Form::Packed(_), false) => (Dtype::U8, matrix.cols / 2),
         (Form::Plain(dtype), false) => (dtype, matrix.cols),
+        (Form::Vq(_), _) => unreachable!("no checkpoint has codebooks"),
         (Form::Plain(_), true) => return Err(misfit(info, "but the experts have no scales")),
     };
     if info.dtype == dtype && *info.shape == [matrix.rows, cols] {
@@ -391,7 +410,7 @@ impl ConvertSource for Container {
             form: Form::Packed(m.codec),
         });
         let banks = self.bank_list().iter().map(|bank| (bank.layer, bank.experts)).collect();
-        Ok(Some(SourceExperts { matrices, banks, tensors: Vec::new() }))
+        Ok(Some(SourceExperts::new(matrices, banks)))
     }
 
     fn expert_files(&self, _: &SourceExperts, _: usize, _: u32) -> Vec<&str> {

@@ -27,6 +27,7 @@ use rill_format::container::{
 };
 use rill_kernels::{Codec, Matrix};
 
+use crate::config;
 use crate::convert::{Control, Progress};
 use crate::disk::{OutFile, available_bytes, io_error, sync_folder};
 use crate::error::ConvertError;
@@ -140,8 +141,11 @@ impl Synth {
     /// When the configuration lacks a number that shapes depend on, has no such layers, or a
     /// shape cannot have the format.
     pub fn new(config: &[u8], options: &SynthOptions) -> Result<Self, ConvertError> {
-        let config_json = shapes::cut(config, options.layers)?;
-        let config = shapes::parse(&config_json)?;
+        let config_json = match options.layers {
+            Some(layers) => config::cut(config, layers)?,
+            None => config.to_vec(),
+        };
+        let config = config::parse(&config_json)?;
         let shapes = Shapes::new(&config)?;
         if shapes.moe_layers.is_empty() {
             return Err(ConvertError::Config {

@@ -9,6 +9,7 @@ use rill_format::container::{Container, checksum, fingerprint};
 
 use crate::convert::{Control, Progress};
 use crate::error::ConvertError;
+use crate::plan::{MAX_SMALL_BYTES, SMALL_FILES};
 use crate::source::{ConvertSource, Form, SourceExperts, SourceTensor, StoredBytes};
 
 /// Bytes of a trunk tensor's plain numbers that one thread decodes at a time, on either side.
@@ -136,6 +137,24 @@ pub fn weight_errors(
     let finish =
         |class: WeightError| WeightError { mean: class.mean / class.tensors as f64, ..class };
     Ok(classes.into_values().map(finish).collect())
+}
+
+/// Names of the small files that are not the source's: other bytes, or missing on one side.
+///
+/// # Errors
+/// When one cannot be read.
+pub fn differing_files(
+    container: &Container,
+    source: &dyn ConvertSource,
+) -> Result<Vec<String>, ConvertError> {
+    let mut differing = Vec::new();
+    for name in SMALL_FILES {
+        let ours = ConvertSource::small_file(container, name, MAX_SMALL_BYTES)?;
+        if ours != source.small_file(name, MAX_SMALL_BYTES)? {
+            differing.push(name.to_owned());
+        }
+    }
+    Ok(differing)
 }
 
 /// One tensor's error and where it counts.

@@ -207,6 +207,42 @@ fn an_estimate_is_what_is_then_written() {
 }
 
 #[test]
+fn the_first_layers_of_a_model_run_and_are_verified_against_it() {
+    let source = repository("fixtures/k3-tiny");
+    let (_folder, path) = container("fixtures/k3-tiny", &["--layers", "3"]);
+    let facts = json(&rill(args!["info", "--json", &path]).done());
+    assert_eq!(facts["layers"], 3);
+    rill(args!["eval", "-m", &path, "--ids", "1,2,3"]).done();
+    let found = json(&rill(args!["verify", &path, "--source", &source, "--json"]).done());
+    assert_eq!(found["differing_files"], serde_json::json!([]));
+    assert!(found["weight_errors"].as_array().unwrap().iter().all(|c| c["worst"] == 0.0));
+    let message = rill(args!["convert", &source, path.join("../x"), "--layers", "99"]).failed();
+    assert!(message.contains("2 to 9 layers"), "{message}");
+}
+
+#[test]
+fn a_peers_container_is_converted_verified_and_run() {
+    let source = repository("fixtures/k3-tiny.waste");
+    let folder = tempfile::tempdir().unwrap();
+    let to = folder.path().join("new");
+    let message = rill(args!["convert", &source, &to]).failed();
+    assert!(message.contains("--experts q8"), "{message}");
+    let message = rill(args!["convert", &source, &to, "--reclaim", "on"]).failed();
+    assert!(message.contains("--experts q8") || message.contains("checkpoints only"), "{message}");
+    rill(args!["convert", &source, &to, "--experts", "q8"]).done();
+    rill(args!["eval", "-m", &to, "--ids", "1,2,3"]).done();
+    let text = rill(args!["verify", &to, "--source", &source]).done();
+    assert!(text.contains("every byte is as written") && text.contains(", q8 in groups"), "{text}");
+    let text = rill(args!["verify", &to, "--source", &to]).done();
+    assert!(!text.contains("is not the source's"), "{text}");
+    // A release that has changed since is told from what was converted.
+    let changed = copy_of("fixtures/k3-tiny.waste");
+    fs::write(changed.path().join("chat_template.jinja"), "{{ x }}").unwrap();
+    let text = rill(args!["verify", &to, "--source", changed.path()]).done();
+    assert!(text.contains("chat_template.jinja is not the source's"), "{text}");
+}
+
+#[test]
 fn arguments_that_make_no_sense_are_refused_before_anything_is_written() {
     let source = repository("fixtures/k3-tiny");
     let folder = tempfile::tempdir().unwrap();
@@ -221,6 +257,8 @@ fn arguments_that_make_no_sense_are_refused_before_anything_is_written() {
         (args!["convert", &source, &to, "--jobs", "1025"], "--jobs"),
         (args!["convert", &source, &to, "--spread", "x"], "--spread"),
         (args!["convert", &source, &to, "--spread", "x=0"], "--spread"),
+        (args!["convert", &source, &to, "--layers", "few"], "--layers"),
+        (args!["convert", &source, &to, "--layers", "3", "--reclaim", "on"], "--reclaim"),
         (args!["convert", &source, &to, "--reclaim", "yes"], "--reclaim"),
         (args!["convert", &source, "--reclaim", "dry"], "<DST>"),
         (args!["convert", &source, &to, "--trust-source"], "--reclaim"),

@@ -4,6 +4,7 @@
 use rill_format::Dtype;
 use serde_json::Value;
 
+use crate::config::{MAX_LAYERS, MAX_NUMBER, number};
 use crate::error::ConvertError;
 
 /// The tensors of a model.
@@ -71,44 +72,7 @@ pub(super) const EXPERT_DOWN: f32 = 0.7;
 /// Median correction of a router's scores, which makes some experts popular.
 const ROUTER_BIAS: f32 = 0.01;
 
-/// The largest number a configuration may have, so that no product of four overflows.
-const MAX_NUMBER: u64 = 1 << 18;
-const MAX_LAYERS: u64 = 1 << 10;
 const MAX_EXPERTS: u64 = 1 << 16;
-
-/// Cuts a configuration to its first layers; `None` leaves it whole. Returns `config.json`.
-pub(super) fn cut(config: &[u8], layers: Option<u32>) -> Result<Vec<u8>, ConvertError> {
-    let Some(layers) = layers else { return Ok(config.to_vec()) };
-    let mut root = parse(config)?;
-    let text = if root["text_config"].is_object() { &mut root["text_config"] } else { &mut root };
-    let present = number(text, "num_hidden_layers", MAX_LAYERS)?;
-    let dense = number(text, "first_k_dense_replace", MAX_LAYERS)?;
-    if u64::from(layers) > present || u64::from(layers) <= dense {
-        return Err(ConvertError::Config {
-            field: "num_hidden_layers".to_owned(),
-            expected: format!("{} to {present} layers, so that one has experts", dense + 1),
-            found: layers.to_string(),
-        });
-    }
-    text["num_hidden_layers"] = layers.into();
-    for list in ["full_attn_layers", "kda_layers"] {
-        if let Some(list) = text["linear_attn_config"][list].as_array_mut() {
-            // They count from one.
-            list.retain(|layer| layer.as_u64().is_some_and(|layer| layer <= u64::from(layers)));
-        }
-    }
-    let mut json = serde_json::to_vec_pretty(&root).expect("plain data serialises");
-    json.push(b'\n');
-    Ok(json)
-}
-
-pub(super) fn parse(config: &[u8]) -> Result<Value, ConvertError> {
-    serde_json::from_slice(config).map_err(|error| ConvertError::Config {
-        field: "the file".to_owned(),
-        expected: "JSON".to_owned(),
-        found: error.to_string(),
-    })
-}
 
 impl Shapes {
     /// The tensors that this configuration asks for.
@@ -325,22 +289,12 @@ impl Shapes {
     }
 }
 
-fn number(section: &Value, key: &str, max: u64) -> Result<u64, ConvertError> {
-    let least = u64::from(key != "first_k_dense_replace");
-    section[key].as_u64().filter(|n| (least..=max).contains(n)).ok_or_else(|| {
-        ConvertError::Config {
-            field: key.to_owned(),
-            expected: format!("a whole number from {least} to {max}"),
-            found: section[key].to_string().chars().take(40).collect(),
-        }
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::config::parse;
 
     #[test]
     fn the_trunk_is_the_published_one() {
@@ -360,22 +314,6 @@ mod tests {
             let n_experts = shapes.moe_layers.len() as u64 * u64::from(shapes.experts.n);
             let per_expert = if shapes.experts.mxfp4 { 6 } else { 3 };
             assert_eq!((listed.len() - expected.len()) as u64, n_experts * per_expert);
-        }
-    }
-
-    #[test]
-    fn a_configuration_is_cut_to_layers_that_still_have_experts() {
-        let config = crate::SynthModel::KimiK3.config();
-        let cut_to = |layers| cut(config, Some(layers));
-        let five = parse(&cut_to(5).unwrap()).unwrap();
-        let text = &five["text_config"];
-        assert_eq!(text["num_hidden_layers"], 5);
-        assert_eq!(text["linear_attn_config"]["full_attn_layers"], serde_json::json!([4]));
-        assert_eq!(text["linear_attn_config"]["kda_layers"], serde_json::json!([1, 2, 3, 5]));
-        assert_eq!(cut(config, None).unwrap(), config);
-        for layers in [0, 1, 94] {
-            let error = cut_to(layers).unwrap_err().to_string();
-            assert!(error.contains("2 to 93 layers"), "{error}");
         }
     }
 
