@@ -31,7 +31,7 @@ use crate::source::{ConvertSource, Form, SourceTensor, StoredBytes, kernel_codec
 
 const LOG: &str = "convert.log";
 /// Source bytes that one task holds at a time while it works through a tensor of the trunk.
-const PIECE_BYTES: u64 = 16 << 20;
+pub(crate) const PIECE_BYTES: u64 = 16 << 20;
 
 /// How far a conversion has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub struct Control<'a> {
 
 /// Converts a checkpoint or a container into the folder `destination`.
 ///
-/// Peak memory is about one expert's source and record plus 32 MB for each job.
+/// Peak memory is [`Plan::job_bytes`] for each job.
 ///
 /// # Errors
 /// See [`ConvertError`]; after any of them the same call goes on where it stopped.

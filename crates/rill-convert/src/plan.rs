@@ -10,9 +10,10 @@ use rill_format::container::{
 use rill_kernels::{Layout, LayoutError};
 use serde::{Deserialize, Serialize};
 
+use crate::convert::PIECE_BYTES;
 use crate::error::ConvertError;
 use crate::place::{GROUP, RunKey, run_key, trunk_codec};
-use crate::source::{ConvertSource, SourceExperts, SourceTensor, kernel_codec};
+use crate::source::{ConvertSource, SourceExperts, SourceMatrix, SourceTensor, kernel_codec};
 
 /// Format of routed experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -181,6 +182,30 @@ impl Plan {
     pub fn container_bytes(&self) -> u64 {
         let small: u64 = self.manifest.files.iter().map(|file| file.bytes).sum();
         small + self.manifest.trunk.bytes + self.expert_bytes()
+    }
+
+    /// The most bytes that a job holds at a time while the plan is carried out: an expert as the
+    /// source has it, its record, and one of its matrices as plain numbers and packed; or pieces of a
+    /// tensor of the trunk, and all of its scales.
+    pub fn job_bytes(&self) -> u64 {
+        let scales = self.manifest.trunk.runs.iter().flat_map(|run| &run.tensors);
+        let scales = scales.map(|tensor| tensor.scale_bytes).max().unwrap_or(0);
+        // As stored, as plain numbers and packed. A row is never divided.
+        let rows = self.run_sources.iter().flatten().map(|tensor| 4 * tensor.rows_and_cols().1);
+        let piece = rows.max().unwrap_or(0).max(PIECE_BYTES);
+        // A vector of scales that grows has twice its size for a moment.
+        let trunk = 3 * piece + 3 * scales;
+        let (Some(layout), Some(source)) = (&self.layout, &self.expert_sources) else {
+            return trunk;
+        };
+        let stored: u64 = source.matrices.iter().map(SourceMatrix::bytes).sum();
+        let packed = layout.matrices.iter().zip(&source.matrices).map(|(matrix, source)| {
+            match source.form.is(matrix.codec) {
+                true => 0,
+                false => 4 * matrix.rows * matrix.cols + matrix.code_bytes + matrix.scale_bytes,
+            }
+        });
+        trunk.max(stored + self.record_bytes() + packed.max().unwrap_or(0))
     }
 
     /// Bytes of the manifest.

@@ -127,6 +127,21 @@ pub(crate) struct SourceMatrix {
     pub(crate) form: Form,
 }
 
+impl SourceMatrix {
+    /// Bytes that are read for it.
+    pub(crate) fn bytes(&self) -> u64 {
+        let (rows, cols) = (self.rows as usize, self.cols as usize);
+        match self.form {
+            Form::Plain(dtype) => self.rows * self.cols * dtype.size(),
+            Form::Vq(_) => 4 * self.rows * self.cols,
+            Form::Packed(codec) => {
+                let layout = kernel_codec(codec).layout(rows, cols);
+                layout.map_or(0, |layout| (layout.codes + layout.scales) as u64)
+            }
+        }
+    }
+}
+
 /// How numbers are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
