@@ -1,0 +1,49 @@
+//! The same bytes on every machine: fingerprints of converted fixtures, which are checksums of every
+//! byte, as they came out on x86-64.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use rill_convert::{
+    Control, ConvertSource, ExpertCodec, FirstLayers, Plan, Progress, TrunkCodec, convert,
+};
+use rill_format::container::Container;
+use rill_format::{Checkpoint, Folder, Waste};
+
+const SOURCE: (ExpertCodec, TrunkCodec) = (ExpertCodec::Source, TrunkCodec::Source);
+const Q8: (ExpertCodec, TrunkCodec) = (ExpertCodec::Q8, TrunkCodec::Q8);
+const Q4: (ExpertCodec, TrunkCodec) = (ExpertCodec::Q4, TrunkCodec::Q4);
+
+fn fingerprint(source: &dyn ConvertSource, codecs: (ExpertCodec, TrunkCodec)) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = Plan::new(source, codecs.0, codecs.1).unwrap();
+    let progress = |_: Progress| ControlFlow::Continue(());
+    convert(source, &plan, dir.path(), &Control { jobs: 2, progress: &progress }).unwrap();
+    Container::open(dir.path().to_owned()).unwrap().manifest().fingerprint.clone()
+}
+
+#[test]
+fn conversions_write_the_committed_bytes() {
+    let open = |path: &str| {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(path);
+        Checkpoint::open(Folder::Disk(path)).unwrap()
+    };
+    let (k3, linear) = (open("k3-tiny"), open("kimi-linear-tiny"));
+    let waste = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/k3-tiny.waste");
+    let waste = Waste::open(waste).unwrap();
+    let cut = FirstLayers::new(&k3, 3).unwrap();
+    let sources: [(&str, &dyn ConvertSource, _, &str); 8] = [
+        ("k3-tiny", &k3, SOURCE, "1df5c82209a1bd3b9ed41f5492a5ca77"),
+        ("k3-tiny", &k3, Q8, "181af15ec301ec15b70371e04007be1b"),
+        ("k3-tiny", &k3, Q4, "ba9106114a1be91b57fae1c1ebf91110"),
+        ("k3-tiny, 3 layers", &cut, Q4, "c1c0aa512723937cf2fbe91d509ad20b"),
+        ("kimi-linear-tiny", &linear, SOURCE, "029fa89d14401db7ef8e11209fe6aae6"),
+        ("kimi-linear-tiny", &linear, Q8, "ac1460f3f1f7d7df63f10263f9dc409b"),
+        ("kimi-linear-tiny", &linear, Q4, "cff4e53490ceba83f82738d9753e5a97"),
+        ("k3-tiny.waste", &waste, Q8, "130f0997543d0ce8d7b8044291c6ad86"),
+    ];
+    for (name, source, codecs, expected) in sources {
+        assert_eq!(fingerprint(source, codecs), expected, "{name} {codecs:?}");
+    }
+}
