@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rill_format::{Checkpoint, Folder, FormatError};
 use rill_kernels::{Kernels, Pool};
-use rill_stream::{CacheCounters, DirectReads, ReadOptions, ReadTotals};
+use rill_stream::{CacheCounters, DirectReads, Lease, Ledger, ReadOptions, ReadTotals};
 use rill_text::Tokenizer;
 use serde_json::value::RawValue;
 
@@ -14,11 +14,13 @@ use crate::compute::Compute;
 use crate::config::{AttentionKind, FfnKind, ModelConfig};
 use crate::error::Error;
 use crate::experts::{ExpertSource, LayerIdx};
+use crate::plan::{Budget, Plan, PlanOptions, Sizes};
 use crate::session::{LayerState, Session};
 use crate::source::{self, WeightSource};
 use crate::streamed::{CachePolicy, ExpertOptions, Io, StreamedExperts};
+use crate::trunk::{Linear, Trunk, TrunkCounters, UnitBytes};
 use crate::weights::{self, Attention, Ffn, Layer, Weights};
-use crate::{kda, mla, moe, platform, residual};
+use crate::{kda, mla, moe, residual};
 
 /// Largest `config.json`, `tokenizer_config.json` and `generation_config.json` that make sense.
 const MAX_JSON_BYTES: u64 = 16 << 20;
@@ -28,15 +30,17 @@ const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 /// How an engine is set up. None of it changes a single bit of any result.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
+    /// Bytes that the whole process may take; 0 chooses by what the machine can spare. Weights that
+    /// do not fit are read when they are needed.
+    pub budget_bytes: u64,
+    /// Longest conversation, in tokens; more than the model was made for means as much as it was.
+    pub context: usize,
     /// Threads that compute; 0 means one per core.
     pub threads: usize,
-    /// Tokens of a prompt that pass through a layer together.
+    /// Most tokens of a prompt that pass through a layer together; the budget may allow fewer.
     pub prefill_chunk: usize,
     /// Which kernels to use.
     pub kernels: KernelChoice,
-    /// Bytes of memory that may be used; `None` asks the operating system what is free. A model
-    /// whose trunk takes more is refused.
-    pub memory_bytes: Option<u64>,
     /// Which experts stay in memory.
     pub cache: CachePolicy,
     /// Experts of the next layer that are read before its router has run, at most.
@@ -52,10 +56,11 @@ pub struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         Self {
+            budget_bytes: 0,
+            context: 4096,
             threads: 0,
-            prefill_chunk: 64,
+            prefill_chunk: usize::MAX,
             kernels: KernelChoice::Fastest,
-            memory_bytes: None,
             cache: CachePolicy::Scored,
             lookahead: 4,
             readers: 0,
@@ -118,10 +123,16 @@ pub struct Engine {
     config: Arc<ModelConfig>,
     source: Arc<dyn WeightSource>,
     weights: Weights,
-    io: Io,
+    trunk: Trunk,
     experts: Box<dyn ExpertSource>,
+    io: Io,
     compute: Compute,
-    prefill_chunk: usize,
+    /// Most experts to read ahead; 0 when there are no slots for them.
+    lookahead: usize,
+    plan: Plan,
+    ledger: Ledger,
+    /// Of what the engine itself holds.
+    _leases: Vec<Lease>,
     stop_tokens: Vec<u32>,
     summary: ModelSummary,
 }
@@ -138,15 +149,6 @@ impl Engine {
             trunk_bytes: bound.trunk_bytes,
             session_bytes: Session::recurrent_bytes(&config),
         };
-        let needed_bytes = summary.trunk_bytes + summary.session_bytes;
-        if let Some(available_bytes) =
-            options.memory_bytes.or_else(platform::available_memory_bytes)
-            && needed_bytes > available_bytes
-        {
-            return Err(Error::DoesNotFit { needed_bytes, available_bytes });
-        }
-        let stop_tokens = stop_tokens(&*source, &config)?;
-        source.verify_trunk()?;
         let threads = match options.threads {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,
@@ -156,19 +158,46 @@ impl Engine {
             0 => reads,
             threads => ReadOptions { threads, ..reads },
         };
+        let planned = PlanOptions {
+            budget_bytes: Budget::new(options.budget_bytes).bytes(),
+            context: options.context.clamp(1, config.max_position_embeddings),
+            prefill_chunk: options.prefill_chunk.max(1),
+            lookahead: options.lookahead,
+            threads: threads + reads.threads,
+            sessions: 1,
+        };
+        let plan = Plan::new(&Sizes::of_source(&*source, &config), planned)?;
+        let ledger = Ledger::new(planned.budget_bytes);
+        let leases = plan.engine_lines().map(|(purpose, bytes)| ledger.lease(purpose, bytes));
+        let leases = leases.collect::<Result<_, _>>()?;
+
+        let stop_tokens = stop_tokens(&*source, &config)?;
+        if options.verify {
+            source.verify_globals()?;
+        }
         let io = Io::open(&source.data_files(), options.direct, reads)?;
+        let loaded = weights::load(&*source, &config)?;
+        let trunk = Trunk::open(
+            source.clone(),
+            loaded.layers,
+            &loaded.lm_head,
+            &plan,
+            io.readers.clone(),
+            options.verify,
+        )?;
         let experts = ExpertOptions {
             policy: options.cache,
-            slots: 4 * config.moe.top_k,
+            slots: plan.expert_slots as usize,
             lookahead: options.lookahead,
             verify: options.verify,
         };
-        let experts = StreamedExperts::new(&io, source.clone().experts(&config), &config, experts)?;
+        let records = source.clone().experts(&config);
+        let experts = StreamedExperts::new(&io, records, &config, experts)?;
         Ok(Self {
-            weights: weights::load(&*source, &config)?,
+            weights: loaded.weights,
+            trunk,
             experts: Box::new(experts),
             io,
-            config: Arc::new(config),
             source,
             compute: Compute {
                 kernels: match options.kernels {
@@ -177,9 +206,13 @@ impl Engine {
                 },
                 pool: Pool::new(threads)?,
             },
-            prefill_chunk: options.prefill_chunk.max(1),
+            lookahead: options.lookahead.min(config.moe.n_experts),
+            plan,
+            ledger,
+            _leases: leases,
             stop_tokens,
             summary,
+            config: Arc::new(config),
         })
     }
 
@@ -242,6 +275,21 @@ impl Engine {
         self.io.totals()
     }
 
+    /// What has been read of the trunk since the engine was opened.
+    pub fn trunk_counters(&self) -> TrunkCounters {
+        self.trunk.counters()
+    }
+
+    /// How the budget is divided.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Who holds how much of the budget.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
     /// Whether reads go past the operating system's page cache.
     pub fn direct_reads(&self) -> &DirectReads {
         self.io.direct()
@@ -280,25 +328,36 @@ impl Engine {
         observer: &mut (dyn Observer + Send),
     ) -> Result<Vec<f32>, Error> {
         self.check_tokens(session, tokens)?;
+        session.admit(&self.ledger, &self.plan)?;
+        let chunk = self.plan.prefill_chunk;
+        let logits_lease = match logits {
+            Logits::Last => None,
+            // One position's are in the plan.
+            Logits::All => {
+                let positions = (tokens.len() + chunk.min(tokens.len())) as u64;
+                Some(self.ledger.lease("logits", 4 * positions * self.config.vocab_size as u64)?)
+            }
+        };
         let mut out = Vec::new();
         // Inside the pool, so that the many small splits below need no hand-over.
         self.compute.pool.install(|| {
-            let last = (tokens.len() - 1) / self.prefill_chunk;
-            for (i, chunk) in tokens.chunks(self.prefill_chunk).enumerate() {
+            let last = (tokens.len() - 1) / chunk;
+            for (i, chunk) in tokens.chunks(chunk).enumerate() {
                 session.save();
                 let hidden = self.run_layers(session, chunk, observer).inspect_err(|_| {
                     session.roll_back();
                 })?;
                 session.position += chunk.len();
                 match logits {
-                    Logits::All => out.extend(self.head(&hidden, observer)),
+                    Logits::All => out.extend(self.head(&hidden, observer)?),
                     Logits::Last if i == last => {
                         let last = &hidden[(chunk.len() - 1) * self.config.hidden_size..];
-                        out = self.head(last, observer);
+                        out = self.head(last, observer)?;
                     }
                     Logits::Last => {}
                 }
             }
+            drop(logits_lease);
             Ok(out)
         })
     }
@@ -315,7 +374,7 @@ impl Engine {
             return Err(Error::TokenOutOfRange { token: tokens[position], position, vocab_size });
         }
         let positions = session.position + tokens.len();
-        let max_positions = self.config.max_position_embeddings;
+        let max_positions = self.plan.options.context;
         if positions > max_positions {
             return Err(Error::ContextFull { positions, max_positions });
         }
@@ -337,13 +396,15 @@ impl Engine {
             self.weights.layers.iter().zip(&mut session.layers).enumerate()
         {
             let layer_idx = LayerIdx(index);
+            let matrices = self.trunk.layer(index)?;
             x = match config.attn_res_block_size {
-                None => self.plain_layer(layer_idx, layer, state, x, observer)?,
+                None => self.plain_layer(layer_idx, layer, &matrices, state, x, observer)?,
                 Some(size) => {
                     let starts_block = index % size == 0;
                     self.mixed_layer(
                         layer_idx,
                         layer,
+                        &matrices,
                         state,
                         x,
                         &mut blocks,
@@ -369,14 +430,15 @@ impl Engine {
         &self,
         index: LayerIdx,
         layer: &Layer,
+        matrices: &UnitBytes,
         state: &mut LayerState,
         mut x: Vec<f32>,
         observer: &mut (dyn Observer + Send),
     ) -> Result<Vec<f32>, Error> {
         let kernels = &self.compute.kernels;
-        let attention = self.attention(layer, state, &x);
+        let attention = self.attention(layer, matrices, state, &x);
         kernels.add(&attention, &mut x);
-        let ffn = self.ffn(index, layer, &x, observer)?;
+        let ffn = self.ffn(index, layer, matrices, &x, observer)?;
         kernels.add(&ffn, &mut x);
         Ok(x)
     }
@@ -388,6 +450,7 @@ impl Engine {
         &self,
         index: LayerIdx,
         layer: &Layer,
+        matrices: &UnitBytes,
         state: &mut LayerState,
         mut prefix: Vec<f32>,
         blocks: &mut Vec<Vec<f32>>,
@@ -400,10 +463,10 @@ impl Engine {
             layer.mixes.as_ref().expect("bound whenever there is a block size");
 
         let attention = if blocks.is_empty() {
-            self.attention(layer, state, &prefix)
+            self.attention(layer, matrices, state, &prefix)
         } else {
             let x = residual::mix(kernels, eps, attention_mix, blocks, &prefix);
-            self.attention(layer, state, &x)
+            self.attention(layer, matrices, state, &x)
         };
         if starts_block {
             blocks.push(std::mem::replace(&mut prefix, attention));
@@ -411,19 +474,29 @@ impl Engine {
             kernels.add(&attention, &mut prefix);
         }
         let x = residual::mix(kernels, eps, ffn_mix, blocks, &prefix);
-        let ffn = self.ffn(index, layer, &x, observer)?;
+        let ffn = self.ffn(index, layer, matrices, &x, observer)?;
         kernels.add(&ffn, &mut prefix);
         Ok(prefix)
     }
 
     /// `attn(rms(x))`.
-    fn attention(&self, layer: &Layer, state: &mut LayerState, x: &[f32]) -> Vec<f32> {
+    fn attention(
+        &self,
+        layer: &Layer,
+        matrices: &UnitBytes,
+        state: &mut LayerState,
+        x: &[f32],
+    ) -> Vec<f32> {
         let (compute, config) = (&self.compute, &*self.config);
         let n = x.len() / config.hidden_size;
         let x = compute.rms_norm(x, &layer.input_layernorm, config.rms_norm_eps);
         match (&layer.attention, state) {
-            (Attention::Kda(w), LayerState::Kda(s)) => kda::forward(compute, config, w, s, &x, n),
-            (Attention::Mla(w), LayerState::Mla(s)) => mla::forward(compute, config, w, s, &x, n),
+            (Attention::Kda(w), LayerState::Kda(s)) => {
+                kda::forward(compute, config, w, matrices, s, &x, n)
+            }
+            (Attention::Mla(w), LayerState::Mla(s)) => {
+                mla::forward(compute, config, w, matrices, s, &x, n)
+            }
             _ => unreachable!("weights and state are made from one list of layers"),
         }
     }
@@ -433,21 +506,41 @@ impl Engine {
         &self,
         index: LayerIdx,
         layer: &Layer,
+        matrices: &UnitBytes,
         x: &[f32],
         observer: &mut (dyn Observer + Send),
     ) -> Result<Vec<f32>, Error> {
         let (compute, config) = (&self.compute, &*self.config);
-        let n = x.len() / config.hidden_size;
+        let (raw, n) = (x, x.len() / config.hidden_size);
         let x = compute.rms_norm(x, &layer.post_attention_layernorm, config.rms_norm_eps);
         match &layer.ffn {
-            Ffn::Dense(mlp) => Ok(moe::dense(compute, config.activation, mlp, &x, n)),
+            Ffn::Dense(mlp) => Ok(moe::dense(compute, config.activation, mlp, matrices, &x, n)),
             Ffn::Moe(weights) => {
                 let experts = &*self.experts;
-                let (y, routing) = moe::forward(compute, config, weights, experts, index, &x, n)?;
+                if n == 1 && self.lookahead > 0 {
+                    self.look_ahead(index.0 + 1, raw);
+                }
+                let (y, routing) =
+                    moe::forward(compute, config, weights, matrices, experts, index, &x, n)?;
                 observer.routed(index, &routing.ids, &routing.weights);
                 Ok(y)
             }
         }
+    }
+
+    /// Asks the next layer's router about what this layer's router sees: it names most of the
+    /// experts that will be wanted, early. `x` (hidden). Whether it is right changes no result.
+    fn look_ahead(&self, next: usize, x: &[f32]) {
+        let (compute, config) = (&self.compute, &*self.config);
+        let Some(layer) = self.weights.layers.get(next) else { return };
+        let Ffn::Moe(weights) = &layer.ffn else { return };
+        // A router that is still being read cannot be asked.
+        let Some(matrices) = self.trunk.layer_if_present(next) else { return };
+        let x = compute.rms_norm(x, &layer.post_attention_layernorm, config.rms_norm_eps);
+        let mut scores = compute.matmul(matrices.view(weights.gate), &x, 1);
+        compute.kernels.sigmoid(&mut scores);
+        let likely = moe::likeliest(&scores, &weights.e_score_correction_bias, self.lookahead);
+        self.experts.likely(LayerIdx(next), &likely);
     }
 
     /// Rows of the embedding, (tokens, hidden), read from disk.
@@ -460,11 +553,20 @@ impl Engine {
     }
 
     /// Final norm and head: (n, hidden) → (n, vocab).
-    fn head(&self, x: &[f32], observer: &mut (dyn Observer + Send)) -> Vec<f32> {
-        let config = &*self.config;
+    fn head(&self, x: &[f32], observer: &mut (dyn Observer + Send)) -> Result<Vec<f32>, Error> {
+        let (config, vocab) = (&*self.config, self.config.vocab_size);
+        let n = x.len() / config.hidden_size;
         let x = self.compute.rms_norm(x, &self.weights.norm, config.rms_norm_eps);
         observer.normed(&x);
-        self.compute.matmul(self.weights.lm_head.view(), &x, x.len() / config.hidden_size)
+        let mut logits = vec![0.0; n * vocab];
+        for (piece, &(first, rows)) in self.trunk.head_rows().iter().enumerate() {
+            let matrices = self.trunk.head(piece)?;
+            let part = self.compute.matmul(matrices.view(Linear(0)), &x, n);
+            for (logits, part) in logits.chunks_exact_mut(vocab).zip(part.chunks_exact(rows)) {
+                logits[first..first + rows].copy_from_slice(part);
+            }
+        }
+        Ok(logits)
     }
 }
 

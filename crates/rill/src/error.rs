@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rill_format::FormatError;
 use rill_kernels::{LayoutError, PoolError};
-use rill_stream::{ReadError, StreamError};
+use rill_stream::{OverBudget, ReadError, StreamError};
 use rill_text::TextError;
 
 use crate::config::ConfigError;
@@ -74,6 +74,22 @@ pub enum Error {
         source: LayoutError,
     },
 
+    /// Weights that every token needs did not come, or are not what they should be.
+    #[error("{what}: {source}")]
+    Trunk {
+        /// Layer, or part of the head.
+        what: String,
+        /// What is wrong.
+        source: Arc<ReadError>,
+    },
+
+    /// The system gave no memory that the plan had room for.
+    #[error("no memory for {bytes} bytes of weights; choose a smaller budget")]
+    OutOfMemory {
+        /// Bytes asked for.
+        bytes: u64,
+    },
+
     /// The bytes of a routed expert are not what they should be.
     #[error("expert {expert} of layer {layer}: {source}")]
     Expert {
@@ -83,20 +99,6 @@ pub enum Error {
         expert: ExpertId,
         /// What is wrong.
         source: Box<ExpertError>,
-    },
-
-    /// The weights that every token needs are larger than the memory that is free.
-    #[error(
-        "the weights that every token needs take {} GB and {} GB of memory are free; close other \
-         programs or use a machine with more memory (streaming the trunk is not built yet)",
-        gigabytes(*needed_bytes),
-        gigabytes(*available_bytes)
-    )]
-    DoesNotFit {
-        /// Bytes of the trunk and of one session's state.
-        needed_bytes: u64,
-        /// Bytes the machine can still give.
-        available_bytes: u64,
     },
 
     /// The memory budget is below the least that works.
@@ -110,6 +112,10 @@ pub enum Error {
         /// The plan of the floor, with the budget that was asked for.
         plan: Box<Plan>,
     },
+
+    /// The budget has no room for another session, or for the logits that were asked for.
+    #[error(transparent)]
+    OverBudget(#[from] OverBudget),
 
     /// A token id outside the vocabulary.
     #[error("token {token} at position {position} is not below the vocabulary size {vocab_size}")]
@@ -128,7 +134,8 @@ pub enum Error {
 
     /// The context is longer than the model was made for.
     #[error(
-        "{positions} tokens do not fit the model's context of {max_positions}; shorten the prompt"
+        "{positions} tokens do not fit a context of {max_positions}; shorten the prompt, or open the \
+         model with a longer context (--ctx) if it was made for one"
     )]
     ContextFull {
         /// Tokens there would be.
@@ -205,8 +212,4 @@ pub enum ExpertError {
     /// The source of experts delivered matrices of another model.
     #[error("the source of experts delivered matrices that do not fit the model")]
     Shape,
-}
-
-fn gigabytes(bytes: u64) -> String {
-    format!("{:.1}", bytes as f64 / 1e9)
 }

@@ -6,6 +6,7 @@
 use crate::compute::{Compute, join_heads};
 use crate::config::{DecayGate, ModelConfig};
 use crate::session::KdaState;
+use crate::trunk::{Linear, UnitBytes};
 use crate::weights::{Gate, Kda};
 
 /// `x` (n, hidden), already normalised → (n, hidden). The state moves on by `n` tokens.
@@ -13,6 +14,7 @@ pub(crate) fn forward(
     compute: &Compute,
     config: &ModelConfig,
     weights: &Kda,
+    matrices: &UnitBytes,
     state: &mut KdaState,
     x: &[f32],
     n: usize,
@@ -20,7 +22,7 @@ pub(crate) fn forward(
     let (heads, dim) = (config.kda.n_heads, config.kda.head_dim);
     let p = heads * dim;
     let kernels = &compute.kernels;
-    let linear = |w: &crate::weights::Linear, x: &[f32]| compute.matmul(w.view(), x, n);
+    let linear = |w: &Linear, x: &[f32]| compute.matmul(matrices.view(*w), x, n);
 
     // q, k, v: projection, short convolution, SiLU. (n, P) each.
     let [q, k, v] = std::array::from_fn(|i| {

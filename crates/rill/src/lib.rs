@@ -32,13 +32,13 @@ mod mla;
 mod moe;
 mod perplexity;
 pub mod plan;
-mod platform;
 pub mod reference;
 mod residual;
 mod sampler;
 mod session;
 mod source;
 mod streamed;
+mod trunk;
 mod weights;
 
 pub use describe::{Description, FormatShare, describe};

@@ -4,7 +4,8 @@
 use crate::compute::{Compute, join_heads};
 use crate::config::ModelConfig;
 use crate::session::MlaState;
-use crate::weights::{Linear, Mla, Query};
+use crate::trunk::{Linear, UnitBytes};
+use crate::weights::{Mla, Query};
 
 /// `x` (n, hidden), already normalised → (n, hidden). The cache grows by `n` positions; each
 /// token sees itself and everything before it.
@@ -12,6 +13,7 @@ pub(crate) fn forward(
     compute: &Compute,
     config: &ModelConfig,
     weights: &Mla,
+    matrices: &UnitBytes,
     state: &mut MlaState,
     x: &[f32],
     n: usize,
@@ -21,7 +23,7 @@ pub(crate) fn forward(
         (mla.n_heads, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim);
     let (rank, width) = (mla.kv_lora_rank, mla.kv_lora_rank + rope);
     let kernels = &compute.kernels;
-    let linear = |w: &Linear, x: &[f32]| compute.matmul(w.view(), x, n);
+    let linear = |w: &Linear, x: &[f32]| compute.matmul(matrices.view(*w), x, n);
 
     // (n, heads · (nope + rope))
     let q = match &weights.query {
@@ -41,7 +43,7 @@ pub(crate) fn forward(
     }
 
     let scale = 1.0 / ((nope + rope) as f32).sqrt();
-    let kv_b = weights.kv_b_proj.view();
+    let kv_b = matrices.view(weights.kv_b_proj);
     let cache = &state.cache;
     let mut mixed = vec![0.0; n * heads * v_dim]; // (heads, n, v)
     let mut parts: Vec<_> = mixed.chunks_exact_mut(n * v_dim).enumerate().collect();

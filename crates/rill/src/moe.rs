@@ -8,6 +8,7 @@ use crate::compute::Compute;
 use crate::config::{Activation, ModelConfig, MoeConfig};
 use crate::error::{Error, ExpertError};
 use crate::experts::{Expert, ExpertId, ExpertSource, LayerIdx};
+use crate::trunk::UnitBytes;
 use crate::weights::{Mlp, Moe};
 
 /// The experts of one layer that `n` tokens chose.
@@ -24,12 +25,12 @@ pub(crate) fn dense(
     compute: &Compute,
     activation: Activation,
     weights: &Mlp,
+    unit: &UnitBytes,
     x: &[f32],
     n: usize,
 ) -> Vec<f32> {
-    let (gate, up, down) =
-        (weights.gate_proj.view(), weights.up_proj.view(), weights.down_proj.view());
-    gated(compute, activation, [gate, up, down], x, n)
+    let matrices = [weights.gate_proj, weights.up_proj, weights.down_proj];
+    gated(compute, activation, matrices.map(|w| unit.view(w)), x, n)
 }
 
 /// Router, routed experts and shared experts: `x` (n, hidden) → (n, hidden).
@@ -37,13 +38,14 @@ pub(crate) fn forward(
     compute: &Compute,
     config: &ModelConfig,
     weights: &Moe,
+    unit: &UnitBytes,
     source: &dyn ExpertSource,
     layer: LayerIdx,
     x: &[f32],
     n: usize,
 ) -> Result<(Vec<f32>, Routing), Error> {
     let kernels = &compute.kernels;
-    let mut scores = compute.matmul(weights.gate.view(), x, n);
+    let mut scores = compute.matmul(unit.view(weights.gate), x, n);
     kernels.sigmoid(&mut scores);
     let routing = route(kernels, &config.moe, &scores, &weights.e_score_correction_bias);
     source.chosen(layer, &routing.ids, config.moe.top_k);
@@ -51,15 +53,15 @@ pub(crate) fn forward(
     let mut y = match &weights.latent {
         None => routed_experts(compute, config, source, layer, &routing, x, n)?,
         Some(latent) => {
-            let x = compute.matmul(latent.down_proj.view(), x, n);
+            let x = compute.matmul(unit.view(latent.down_proj), x, n);
             let mut y = routed_experts(compute, config, source, layer, &routing, &x, n)?;
             if let Some(norm) = &latent.norm {
                 y = compute.rms_norm(&y, norm, config.rms_norm_eps);
             }
-            compute.matmul(latent.up_proj.view(), &y, n)
+            compute.matmul(unit.view(latent.up_proj), &y, n)
         }
     };
-    let shared = dense(compute, config.activation, &weights.shared_experts, x, n);
+    let shared = dense(compute, config.activation, &weights.shared_experts, unit, x, n);
     kernels.add(&shared, &mut y);
     Ok((y, routing))
 }
@@ -99,6 +101,14 @@ fn top_k(values: &[f32], k: usize) -> Vec<u32> {
     }
     order.sort_unstable();
     order
+}
+
+/// The `n` experts that score plus bias puts first, best first.
+pub(crate) fn likeliest(scores: &[f32], bias: &[f32], n: usize) -> Vec<u32> {
+    let biased: Vec<f32> = scores.iter().zip(bias).map(|(s, b)| s + b).collect();
+    let mut ids = top_k(&biased, n);
+    ids.sort_by(|&a, &b| biased[b as usize].total_cmp(&biased[a as usize]));
+    ids
 }
 
 /// The weighted sum of the routed experts: `x` (n, width) → (n, width).

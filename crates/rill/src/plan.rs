@@ -100,6 +100,9 @@ impl fmt::Display for Budget {
     }
 }
 
+/// The lines of a plan that are counted for each session.
+const SESSION_PURPOSES: [&str; 2] = ["KDA state", "latent cache"];
+
 /// What a plan is made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanOptions {
@@ -239,6 +242,21 @@ impl Plan {
                 Err(Error::BelowFloor { plan: Box::new(smallest) })
             }
         }
+    }
+
+    /// What the engine itself holds from opening on: all but the sessions' parts.
+    pub(crate) fn engine_lines(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let lines = self.shares.lines().into_iter();
+        lines.filter(|(purpose, _)| !SESSION_PURPOSES.contains(purpose))
+    }
+
+    /// What one session holds.
+    pub(crate) fn session_lines(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let sessions = self.options.sessions.max(1) as u64;
+        let lines = self.shares.lines().into_iter();
+        lines
+            .filter(|(purpose, _)| SESSION_PURPOSES.contains(purpose))
+            .map(move |(purpose, bytes)| (purpose, bytes / sessions))
     }
 
     /// Bytes read for one token: trunk that is streamed, and expected experts.

@@ -2,10 +2,16 @@
 
 use std::sync::Arc;
 
+use rill_stream::{Lease, Ledger, OverBudget};
+
 use crate::config::{AttentionKind, ModelConfig};
+use crate::plan::Plan;
 
 /// The state of one conversation: mutable, owned, and useful only with the engine that made it.
-#[derive(Clone, Debug)]
+///
+/// Its memory is counted from its first step on: the step of a session that finds no room in the
+/// budget is refused. A clone is counted anew.
+#[derive(Debug)]
 pub struct Session {
     /// Identity of the engine's configuration, so that a foreign session is noticed.
     pub(crate) config: Arc<ModelConfig>,
@@ -13,6 +19,20 @@ pub struct Session {
     pub(crate) layers: Vec<LayerState>,
     /// The recurrent part as it was before the step under way.
     saved: Vec<KdaState>,
+    /// Of its whole context; empty before the first step.
+    leases: Vec<Lease>,
+}
+
+impl Clone for Session {
+    fn clone(&self) -> Self {
+        Self {
+            config: self.config.clone(),
+            position: self.position,
+            layers: self.layers.clone(),
+            saved: self.saved.clone(),
+            leases: Vec::new(),
+        }
+    }
 }
 
 /// What a layer remembers.
@@ -49,7 +69,22 @@ impl Session {
             }),
             AttentionKind::Mla => LayerState::Mla(MlaState::default()),
         });
-        Self { layers: layers.collect(), config, position: 0, saved: Vec::new() }
+        Self {
+            layers: layers.collect(),
+            config,
+            position: 0,
+            saved: Vec::new(),
+            leases: Vec::new(),
+        }
+    }
+
+    /// Takes its part of the budget, once.
+    pub(crate) fn admit(&mut self, ledger: &Ledger, plan: &Plan) -> Result<(), OverBudget> {
+        if self.leases.is_empty() {
+            let leases = plan.session_lines().map(|(purpose, bytes)| ledger.lease(purpose, bytes));
+            self.leases = leases.collect::<Result<_, _>>()?;
+        }
+        Ok(())
     }
 
     /// Tokens seen so far.

@@ -56,9 +56,9 @@ pub(crate) trait WeightSource: Send + Sync + fmt::Debug {
     /// Names of all tensors that [`find`](Self::find) knows.
     fn names(&self) -> Box<dyn Iterator<Item = &str> + '_>;
 
-    /// Checks the bytes of everything but routed experts, for folders that have checksums: a wrong
-    /// byte must not become a wrong token.
-    fn verify_trunk(&self) -> Result<(), FormatError> {
+    /// Checks the bytes of what belongs to no layer, for folders that have checksums: the embedding
+    /// is read row by row, and a wrong byte must not become a wrong token.
+    fn verify_globals(&self) -> Result<(), FormatError> {
         Ok(())
     }
 
@@ -91,6 +91,16 @@ pub(crate) trait WeightSource: Send + Sync + fmt::Debug {
     /// Where a tensor's codes and scales lie, if they lie there as [`read`](Self::read) delivers
     /// them.
     fn extents(&self, name: &str) -> Option<[DataExtent; 2]>;
+
+    /// Where all of a layer's trunk lies, for folders that read and check it as a whole.
+    fn run(&self, _layer: usize) -> Option<DataExtent> {
+        None
+    }
+
+    /// Checks the bytes of such a run.
+    fn check_run(&self, _layer: usize, _bytes: &[u8]) -> Result<(), FormatError> {
+        Ok(())
+    }
 }
 
 /// A tensor as stored.
@@ -388,8 +398,10 @@ impl WeightSource for Container {
         Box::new(tensors.map(|tensor| tensor.name.as_str()))
     }
 
-    fn verify_trunk(&self) -> Result<(), FormatError> {
-        self.manifest().trunk.runs.iter().try_for_each(|run| self.verify_run(run))
+    fn verify_globals(&self) -> Result<(), FormatError> {
+        let runs = self.manifest().trunk.runs.iter();
+        // Layers are checked when they are read; the vision tower is not used.
+        runs.filter(|run| run.name == "global").try_for_each(|run| self.verify_run(run))
     }
 
     fn read(&self, name: &str) -> Result<(Vec<u8>, Vec<u8>), FormatError> {
@@ -429,11 +441,7 @@ impl WeightSource for Container {
     }
 
     fn footprint(&self, config: &ModelConfig) -> Footprint {
-        let run = |layer| {
-            let name = format!("layer {layer}");
-            let run = self.manifest().trunk.runs.iter().find(|run| run.name == name);
-            run.map_or(0, |run| run.bytes)
-        };
+        let run = |layer| layer_run(self, layer).map_or(0, |run| run.bytes);
         let small: u64 = self.manifest().files.iter().map(|file| file.bytes).sum();
         let experts = self.stored_experts(config).expert_file_bytes;
         Footprint {
@@ -458,6 +466,15 @@ impl WeightSource for Container {
 
     fn extents(&self, name: &str) -> Option<[DataExtent; 2]> {
         self.tensor_extents(name)
+    }
+
+    fn run(&self, layer: usize) -> Option<DataExtent> {
+        let run = layer_run(self, layer)?;
+        Some(DataExtent { file: 0, offset: run.offset, bytes: run.bytes })
+    }
+
+    fn check_run(&self, layer: usize, bytes: &[u8]) -> Result<(), FormatError> {
+        layer_run(self, layer).map_or(Ok(()), |run| Container::check_run(self, run, bytes))
     }
 }
 
@@ -554,6 +571,12 @@ impl WeightSource for Waste {
 /// A container's format in the kernels' words.
 pub(crate) fn codec(codec: container::Codec) -> Codec {
     Codec::parse(codec.name.as_str(), codec.group as usize).expect("kernels know every format")
+}
+
+/// The run that holds a layer.
+fn layer_run(container: &Container, layer: usize) -> Option<&container::Run> {
+    let name = format!("layer {layer}");
+    container.manifest().trunk.runs.iter().find(|run| run.name == name)
 }
 
 fn missing(name: &str, folder: String) -> FormatError {

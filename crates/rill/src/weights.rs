@@ -5,31 +5,16 @@
 //! first over headers alone, collecting every disagreement and the bytes the trunk takes, then
 //! loading.
 
-use rill_kernels::{Codec, Matrix, math};
+use rill_kernels::{Codec, math};
 
 use crate::compute::transpose;
 use crate::config::{Architecture, AttentionKind, FfnKind, KdaOutputGate, ModelConfig};
 use crate::error::Error;
 use crate::source::{Findings, Form, Forms, Stored, WeightSource, to_f32};
+use crate::trunk::{Linear, StoredMatrix};
 
-/// A matrix (rows, cols) of the trunk, as stored.
-#[derive(Debug)]
-pub(crate) struct Linear {
-    rows: usize,
-    cols: usize,
-    codec: Codec,
-    codes: Vec<u8>,
-    scales: Vec<u8>,
-}
-
-impl Linear {
-    pub(crate) fn view(&self) -> Matrix<'_> {
-        Matrix::new(self.codec, self.rows, self.cols, &self.codes, &self.scales)
-            .expect("checked when it was loaded")
-    }
-}
-
-/// Every weight but the routed experts.
+/// Every weight but the routed experts: small tensors as numbers, matrices as their number within
+/// their layer, because their bytes may be elsewhere until the layer runs.
 #[derive(Debug)]
 pub(crate) struct Weights {
     /// Name of the embedding (vocab, hidden), read a row at a time and never resident.
@@ -37,8 +22,6 @@ pub(crate) struct Weights {
     pub(crate) layers: Vec<Layer>,
     /// (hidden)
     pub(crate) norm: Vec<f32>,
-    /// (vocab, hidden)
-    pub(crate) lm_head: Linear,
     /// Mix in front of `norm`, with attention residuals.
     pub(crate) output_mix: Option<Mix>,
 }
@@ -189,9 +172,22 @@ pub(crate) fn check(source: &dyn WeightSource, config: &ModelConfig) -> Result<B
     Ok(Bound { trunk_bytes, tensors: findings.finish(source.folder())? })
 }
 
-/// Reads the trunk of a model that [`check`] has accepted.
-pub(crate) fn load(source: &dyn WeightSource, config: &ModelConfig) -> Result<Weights, Error> {
-    Binder::new(source, config, true).model()
+/// The small tensors of a model that [`check`] has accepted, and where its matrices are to be read.
+pub(crate) struct Loaded {
+    pub(crate) weights: Weights,
+    /// Of each layer, in the order of their numbers.
+    pub(crate) layers: Vec<Vec<StoredMatrix>>,
+    /// (vocab, hidden)
+    pub(crate) lm_head: StoredMatrix,
+}
+
+/// Reads the small tensors of a model that [`check`] has accepted.
+pub(crate) fn load(source: &dyn WeightSource, config: &ModelConfig) -> Result<Loaded, Error> {
+    let mut binder = Binder::new(source, config, true);
+    let weights = binder.model()?;
+    // The head is bound after the layers and belongs to none.
+    let lm_head = binder.matrices.pop().expect("the head was bound");
+    Ok(Loaded { weights, layers: binder.layers, lm_head })
 }
 
 /// What tensor names of the text model begin with.
@@ -229,6 +225,8 @@ pub(crate) fn inventory(config: &ModelConfig) -> Vec<Needed> {
         findings: Findings::default(),
         inventory: Vec::new(),
         trunk_bytes: 0,
+        matrices: Vec::new(),
+        layers: Vec::new(),
     };
     binder.model().expect("nothing is read, so nothing can fail");
     binder.inventory
@@ -244,13 +242,27 @@ struct Binder<'a> {
     findings: Findings,
     inventory: Vec<Needed>,
     trunk_bytes: u64,
+    /// Matrices bound since the last layer ended.
+    matrices: Vec<StoredMatrix>,
+    /// Those of the layers that have ended.
+    layers: Vec<Vec<StoredMatrix>>,
 }
 
 impl<'a> Binder<'a> {
     fn new(source: &'a dyn WeightSource, config: &'a ModelConfig, load: bool) -> Self {
         let (findings, inventory) = (Findings::default(), Vec::new());
         let prefix = prefix(config);
-        Self { source: Some(source), config, prefix, load, findings, inventory, trunk_bytes: 0 }
+        Self {
+            source: Some(source),
+            config,
+            prefix,
+            load,
+            findings,
+            inventory,
+            trunk_bytes: 0,
+            matrices: Vec::new(),
+            layers: Vec::new(),
+        }
     }
 
     fn model(&mut self) -> Result<Weights, Error> {
@@ -258,11 +270,17 @@ impl<'a> Binder<'a> {
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
         let prefix = self.prefix;
         let residuals = config.attn_res_block_size.is_some();
+        let embed_tokens = self.embedding(format!("{prefix}model.embed_tokens.weight"));
+        let mut layers = Vec::new();
+        for index in 0..config.layers.len() {
+            layers.push(self.layer(index)?);
+            self.layers.push(std::mem::take(&mut self.matrices));
+        }
+        self.matrix(&format!("{prefix}lm_head.weight"), vocab, hidden);
         Ok(Weights {
-            embed_tokens: self.embedding(format!("{prefix}model.embed_tokens.weight")),
-            layers: (0..config.layers.len()).map(|i| self.layer(i)).collect::<Result<_, _>>()?,
+            embed_tokens,
+            layers,
             norm: self.vector(&format!("{prefix}model.norm.weight"), hidden)?,
-            lm_head: self.matrix(&format!("{prefix}lm_head.weight"), vocab, hidden)?,
             output_mix: match residuals {
                 true => Some(self.mix(&format!("{prefix}model.output_attn"))?),
                 false => None,
@@ -309,17 +327,17 @@ impl<'a> Binder<'a> {
         let (heads, dim, p) = (kda.n_heads, kda.head_dim, kda.n_heads * kda.head_dim);
         Ok(Kda {
             qkv_proj: [
-                self.matrix(&format!("{at}q_proj.weight"), p, hidden)?,
-                self.matrix(&format!("{at}k_proj.weight"), p, hidden)?,
-                self.matrix(&format!("{at}v_proj.weight"), p, hidden)?,
+                self.matrix(&format!("{at}q_proj.weight"), p, hidden),
+                self.matrix(&format!("{at}k_proj.weight"), p, hidden),
+                self.matrix(&format!("{at}v_proj.weight"), p, hidden),
             ],
             qkv_conv: [
                 self.conv(&format!("{at}q_conv1d.weight"))?,
                 self.conv(&format!("{at}k_conv1d.weight"))?,
                 self.conv(&format!("{at}v_conv1d.weight"))?,
             ],
-            f_a_proj: self.matrix(&format!("{at}f_a_proj.weight"), dim, hidden)?,
-            f_b_proj: self.matrix(&format!("{at}f_b_proj.weight"), p, dim)?,
+            f_a_proj: self.matrix(&format!("{at}f_a_proj.weight"), dim, hidden),
+            f_b_proj: self.matrix(&format!("{at}f_b_proj.weight"), p, dim),
             decay_rate: {
                 // K3 pads to head_dim values, of which the first `heads` count.
                 let padded = [dim];
@@ -329,18 +347,18 @@ impl<'a> Binder<'a> {
                 a_log.iter().take(heads).map(|&a| math::exp(a)).collect()
             },
             dt_bias: self.vector(&format!("{at}dt_bias"), p)?,
-            b_proj: self.matrix(&format!("{at}b_proj.weight"), heads, hidden)?,
+            b_proj: self.matrix(&format!("{at}b_proj.weight"), heads, hidden),
             gate: match kda.output_gate {
                 KdaOutputGate::FullRank => {
-                    Gate::FullRank(self.matrix(&format!("{at}g_proj.weight"), p, hidden)?)
+                    Gate::FullRank(self.matrix(&format!("{at}g_proj.weight"), p, hidden))
                 }
                 KdaOutputGate::LowRank => Gate::LowRank(
-                    self.matrix(&format!("{at}g_a_proj.weight"), dim, hidden)?,
-                    self.matrix(&format!("{at}g_b_proj.weight"), p, dim)?,
+                    self.matrix(&format!("{at}g_a_proj.weight"), dim, hidden),
+                    self.matrix(&format!("{at}g_b_proj.weight"), p, dim),
                 ),
             },
             o_norm: self.vector(&format!("{at}o_norm.weight"), dim)?,
-            o_proj: self.matrix(&format!("{at}o_proj.weight"), hidden, p)?,
+            o_proj: self.matrix(&format!("{at}o_proj.weight"), hidden, p),
         })
     }
 
@@ -352,38 +370,38 @@ impl<'a> Binder<'a> {
         let v_out = mla.n_heads * mla.v_head_dim;
         Ok(Mla {
             query: match mla.q_lora_rank {
-                None => Query::Full(self.matrix(&format!("{at}q_proj.weight"), q_out, hidden)?),
+                None => Query::Full(self.matrix(&format!("{at}q_proj.weight"), q_out, hidden)),
                 Some(q_lora) => Query::Factorised {
-                    a_proj: self.matrix(&format!("{at}q_a_proj.weight"), q_lora, hidden)?,
+                    a_proj: self.matrix(&format!("{at}q_a_proj.weight"), q_lora, hidden),
                     a_layernorm: self.vector(&format!("{at}q_a_layernorm.weight"), q_lora)?,
-                    b_proj: self.matrix(&format!("{at}q_b_proj.weight"), q_out, q_lora)?,
+                    b_proj: self.matrix(&format!("{at}q_b_proj.weight"), q_out, q_lora),
                 },
             },
             kv_a_proj_with_mqa: self.matrix(
                 &format!("{at}kv_a_proj_with_mqa.weight"),
                 kv_lora + mla.qk_rope_head_dim,
                 hidden,
-            )?,
+            ),
             kv_a_layernorm: self.vector(&format!("{at}kv_a_layernorm.weight"), kv_lora)?,
             kv_b_proj: self.matrix(
                 &format!("{at}kv_b_proj.weight"),
                 mla.n_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
                 kv_lora,
-            )?,
+            ),
             g_proj: match mla.output_gate {
-                true => Some(self.matrix(&format!("{at}g_proj.weight"), v_out, hidden)?),
+                true => Some(self.matrix(&format!("{at}g_proj.weight"), v_out, hidden)),
                 false => None,
             },
-            o_proj: self.matrix(&format!("{at}o_proj.weight"), hidden, v_out)?,
+            o_proj: self.matrix(&format!("{at}o_proj.weight"), hidden, v_out),
         })
     }
 
     fn mlp(&mut self, at: &str, intermediate: usize) -> Result<Mlp, Error> {
         let hidden = self.config.hidden_size;
         Ok(Mlp {
-            gate_proj: self.matrix(&format!("{at}gate_proj.weight"), intermediate, hidden)?,
-            up_proj: self.matrix(&format!("{at}up_proj.weight"), intermediate, hidden)?,
-            down_proj: self.matrix(&format!("{at}down_proj.weight"), hidden, intermediate)?,
+            gate_proj: self.matrix(&format!("{at}gate_proj.weight"), intermediate, hidden),
+            up_proj: self.matrix(&format!("{at}up_proj.weight"), intermediate, hidden),
+            down_proj: self.matrix(&format!("{at}down_proj.weight"), hidden, intermediate),
         })
     }
 
@@ -391,7 +409,7 @@ impl<'a> Binder<'a> {
         let hidden = self.config.hidden_size;
         let moe = self.config.moe;
         Ok(Moe {
-            gate: self.matrix(&format!("{at}gate.weight"), moe.n_experts, hidden)?,
+            gate: self.matrix(&format!("{at}gate.weight"), moe.n_experts, hidden),
             e_score_correction_bias: self
                 .vector(&format!("{at}gate.e_score_correction_bias"), moe.n_experts)?,
             latent: match moe.latent {
@@ -401,7 +419,7 @@ impl<'a> Binder<'a> {
                         &format!("{at}routed_expert_down_proj.weight"),
                         latent.size,
                         hidden,
-                    )?,
+                    ),
                     norm: match latent.norm {
                         true => Some(
                             self.vector(&format!("{at}routed_expert_norm.weight"), latent.size)?,
@@ -412,7 +430,7 @@ impl<'a> Binder<'a> {
                         &format!("{at}routed_expert_up_proj.weight"),
                         hidden,
                         latent.size,
-                    )?,
+                    ),
                 }),
             },
             shared_experts: self.mlp(
@@ -445,24 +463,19 @@ impl<'a> Binder<'a> {
         name
     }
 
-    fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Linear, Error> {
-        let mut linear =
-            Linear { rows, cols, codec: Codec::Bf16, codes: Vec::new(), scales: Vec::new() };
+    fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Linear {
+        let linear = Linear(self.matrices.len());
+        let mut codec = Codec::Bf16;
         let stored = self.tensor(name, Forms::Matrix, &[&[rows, cols]]);
-        let Some(Stored { form: Form::Codec(codec), .. }) = stored else {
-            return Ok(linear);
-        };
-        linear.codec = codec;
-        match codec.layout(rows, cols) {
-            Ok(layout) => self.trunk_bytes += (layout.codes + layout.scales) as u64,
-            Err(error) => self.findings.problem(format!("{name}: {error}")),
+        if let Some(Stored { form: Form::Codec(found), .. }) = stored {
+            codec = found;
+            match codec.layout(rows, cols) {
+                Ok(layout) => self.trunk_bytes += (layout.codes + layout.scales) as u64,
+                Err(error) => self.findings.problem(format!("{name}: {error}")),
+            }
         }
-        if let Some(source) = self.source.filter(|_| self.load) {
-            (linear.codes, linear.scales) = source.read(name)?;
-            Matrix::new(codec, rows, cols, &linear.codes, &linear.scales)
-                .map_err(|source| Error::Layout { tensor: name.to_owned(), source })?;
-        }
-        Ok(linear)
+        self.matrices.push(StoredMatrix { name: name.to_owned(), rows, cols, codec });
+        linear
     }
 
     fn vector(&mut self, name: &str, n: usize) -> Result<Vec<f32>, Error> {

@@ -251,7 +251,8 @@ fn expert_cut_off_after_opening_fails_its_requests_until_it_is_restored() {
         });
         let (whole, ((layer, expert), path, cut)) = found.expect("some token has such an expert");
 
-        let options = EngineOptions { prefill_chunk: 1, ..EngineOptions::default() };
+        // Without reading ahead, which may have brought the expert while it was whole.
+        let options = EngineOptions { prefill_chunk: 1, lookahead: 0, ..EngineOptions::default() };
         let engine = Engine::open(copy.folder(), &options).expect("the model opens");
         let mut session = engine.new_session();
         engine.forward(&mut session, &whole.prompt, Logits::Last).expect("nothing is cut off yet");
