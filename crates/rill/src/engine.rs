@@ -22,6 +22,8 @@ use crate::trunk::{Linear, Trunk, TrunkCounters, UnitBytes};
 use crate::weights::{self, Attention, Ffn, Layer, Weights};
 use crate::{kda, mla, moe, residual};
 
+/// Rows of the head that are multiplied at a time.
+const HEAD_ROWS: usize = 8192;
 /// Largest `config.json`, `tokenizer_config.json` and `generation_config.json` that make sense.
 const MAX_JSON_BYTES: u64 = 16 << 20;
 /// Largest `tiktoken.model` that makes sense (K3's has about 3 MB).
@@ -35,6 +37,9 @@ pub struct EngineOptions {
     pub budget_bytes: u64,
     /// Longest conversation, in tokens; more than the model was made for means as much as it was.
     pub context: usize,
+    /// Positions whose logits may be asked for at once, for which memory is set aside; more are
+    /// given as far as the budget has room.
+    pub logits: usize,
     /// Threads that compute; 0 means one per core.
     pub threads: usize,
     /// Most tokens of a prompt that pass through a layer together; the budget may allow fewer.
@@ -58,6 +63,7 @@ impl Default for EngineOptions {
         Self {
             budget_bytes: 0,
             context: 4096,
+            logits: 1,
             threads: 0,
             prefill_chunk: usize::MAX,
             kernels: KernelChoice::Fastest,
@@ -165,6 +171,7 @@ impl Engine {
             lookahead: options.lookahead,
             threads: threads + reads.threads,
             sessions: 1,
+            logits: options.logits.max(1),
         };
         let plan = Plan::new(&Sizes::of_source(&*source, &config), planned)?;
         let ledger = Ledger::new(planned.budget_bytes);
@@ -332,13 +339,14 @@ impl Engine {
         let chunk = self.plan.prefill_chunk;
         let logits_lease = match logits {
             Logits::Last => None,
-            // One position's are in the plan.
             Logits::All => {
-                let positions = (tokens.len() + chunk.min(tokens.len())) as u64;
-                Some(self.ledger.lease("logits", 4 * positions * self.config.vocab_size as u64)?)
+                let more = tokens.len().saturating_sub(self.plan.options.logits) as u64;
+                Some(self.ledger.lease("logits", 4 * more * self.config.vocab_size as u64)?)
             }
         };
-        let mut out = Vec::new();
+        // Exactly, because growth by doubling would take twice as much.
+        let positions = if logits == Logits::All { tokens.len() } else { 1 };
+        let mut out = Vec::with_capacity(positions * self.config.vocab_size);
         // Inside the pool, so that the many small splits below need no hand-over.
         self.compute.pool.install(|| {
             let last = (tokens.len() - 1) / chunk;
@@ -349,10 +357,10 @@ impl Engine {
                 })?;
                 session.position += chunk.len();
                 match logits {
-                    Logits::All => out.extend(self.head(&hidden, observer)?),
+                    Logits::All => self.head(&hidden, &mut out, observer)?,
                     Logits::Last if i == last => {
                         let last = &hidden[(chunk.len() - 1) * self.config.hidden_size..];
-                        out = self.head(last, observer)?;
+                        self.head(last, &mut out, observer)?;
                     }
                     Logits::Last => {}
                 }
@@ -552,21 +560,34 @@ impl Engine {
         Ok(x)
     }
 
-    /// Final norm and head: (n, hidden) → (n, vocab).
-    fn head(&self, x: &[f32], observer: &mut (dyn Observer + Send)) -> Result<Vec<f32>, Error> {
+    /// Final norm and head: (n, hidden) → (n, vocab), appended to `out`.
+    fn head(
+        &self,
+        x: &[f32],
+        out: &mut Vec<f32>,
+        observer: &mut (dyn Observer + Send),
+    ) -> Result<(), Error> {
         let (config, vocab) = (&*self.config, self.config.vocab_size);
         let n = x.len() / config.hidden_size;
         let x = self.compute.rms_norm(x, &self.weights.norm, config.rms_norm_eps);
         observer.normed(&x);
-        let mut logits = vec![0.0; n * vocab];
+        let start = out.len();
+        out.resize(start + n * vocab, 0.0);
+        let logits = &mut out[start..];
         for (piece, &(first, rows)) in self.trunk.head_rows().iter().enumerate() {
             let matrices = self.trunk.head(piece)?;
-            let part = self.compute.matmul(matrices.view(Linear(0)), &x, n);
-            for (logits, part) in logits.chunks_exact_mut(vocab).zip(part.chunks_exact(rows)) {
-                logits[first..first + rows].copy_from_slice(part);
+            let head = matrices.view(Linear(0));
+            // Some rows at a time, so that hardly more memory is needed than for the result.
+            for at in (0..rows).step_by(HEAD_ROWS) {
+                let range = at..rows.min(at + HEAD_ROWS);
+                let part = self.compute.matmul(head.row_range(range.clone()), &x, n);
+                let parts = part.chunks_exact(range.len());
+                for (logits, part) in logits.chunks_exact_mut(vocab).zip(parts) {
+                    logits[first + range.start..first + range.end].copy_from_slice(part);
+                }
             }
         }
-        Ok(logits)
+        Ok(())
     }
 }
 

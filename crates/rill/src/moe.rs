@@ -34,6 +34,7 @@ pub(crate) fn dense(
 }
 
 /// Router, routed experts and shared experts: `x` (n, hidden) → (n, hidden).
+#[expect(clippy::too_many_arguments, reason = "one layer's weights and where the others come from")]
 pub(crate) fn forward(
     compute: &Compute,
     config: &ModelConfig,

@@ -118,6 +118,8 @@ pub struct PlanOptions {
     pub threads: usize,
     /// Sessions that are open at once.
     pub sessions: usize,
+    /// Positions whose logits are asked for at once.
+    pub logits: usize,
 }
 
 impl Default for PlanOptions {
@@ -130,6 +132,7 @@ impl Default for PlanOptions {
             lookahead: 0,
             threads,
             sessions: 1,
+            logits: 1,
         }
     }
 }
@@ -330,6 +333,7 @@ struct Planner<'a> {
     /// Layers by falling size, ties by index. Pinning the largest first shrinks the ring most.
     order: Vec<usize>,
     min_slots: u64,
+    logits_bytes: u64,
     max_scratch_bytes: u64,
     /// The placement that takes least, and what that takes.
     floor: Placement,
@@ -352,6 +356,7 @@ impl<'a> Planner<'a> {
     fn new(sizes: &'a Sizes, options: PlanOptions) -> Self {
         let sessions = options.sessions as u64;
         let threads = options.threads as u64;
+        let logits_bytes = sizes.logits_bytes.saturating_mul(options.logits.max(1) as u64);
         let fixed = Shares {
             baseline: PROCESS_BYTES
                 .saturating_add(sizes.index_bytes)
@@ -362,7 +367,7 @@ impl<'a> Planner<'a> {
                 .cache_bytes_per_token
                 .saturating_mul(options.context as u64)
                 .saturating_mul(sessions),
-            scratch: sizes.logits_bytes.saturating_add(sizes.scratch_bytes_per_token),
+            scratch: logits_bytes.saturating_add(sizes.scratch_bytes_per_token),
             ..Shares::default()
         };
         let mut order: Vec<usize> = (0..sizes.layer_bytes.len()).collect();
@@ -372,13 +377,14 @@ impl<'a> Planner<'a> {
         let min_slots = sizes.top_k.saturating_add(options.lookahead) as u64;
         let chunk = options.prefill_chunk.clamp(1, options.context.max(1)) as u64;
         let max_scratch_bytes =
-            sizes.scratch_bytes_per_token.saturating_mul(chunk).saturating_add(sizes.logits_bytes);
+            sizes.scratch_bytes_per_token.saturating_mul(chunk).saturating_add(logits_bytes);
         let mut planner = Self {
             sizes,
             options,
             fixed,
             order,
             min_slots,
+            logits_bytes,
             max_scratch_bytes,
             floor: Placement::default(),
             floor_bytes: 0,
@@ -471,7 +477,7 @@ impl<'a> Planner<'a> {
             pinned[layer] = true;
         }
         let piece =
-            scratch.saturating_sub(sizes.logits_bytes) / sizes.scratch_bytes_per_token.max(1);
+            scratch.saturating_sub(self.logits_bytes) / sizes.scratch_bytes_per_token.max(1);
         Plan {
             options: self.options,
             shares: self.shares(placement, scratch, slots),

@@ -50,6 +50,9 @@ enum Place {
     Converted(usize),
 }
 
+/// Why a unit could not be had, and the buffer that was meant for it.
+type Unread = Box<(AlignedBuf, Error)>;
+
 /// A unit in memory.
 #[derive(Debug)]
 pub(crate) struct UnitBytes {
@@ -82,11 +85,11 @@ impl UnitBytes {
         buffer: AlignedBuf,
         source: &dyn WeightSource,
         verify: bool,
-    ) -> Result<Self, (AlignedBuf, Error)> {
+    ) -> Result<Self, Unread> {
         let mut bytes = Self { unit, buffer, converted: Vec::new() };
         match bytes.finish(source, verify) {
             Ok(()) => Ok(bytes),
-            Err(error) => Err((bytes.buffer, error)),
+            Err(error) => Err(Box::new((bytes.buffer, error))),
         }
     }
 
@@ -192,8 +195,10 @@ impl Trunk {
             let placement = unit.placement.clone();
             let done = Box::new(move |buffer, result: Result<(), ReadError>| {
                 let bytes = match result {
-                    Ok(()) => UnitBytes::new(unit, buffer, &*source, verify).map_err(|e| e.1),
-                    Err(error) => Err(unit.failed(error)),
+                    Ok(()) => {
+                        UnitBytes::new(unit, buffer, &*source, verify).map_err(|e| Box::new(e.1))
+                    }
+                    Err(error) => Err(Box::new(unit.failed(error))),
                 };
                 // Nobody listens any more after the first failure.
                 let _ = send.send((index, bytes));
@@ -202,7 +207,7 @@ impl Trunk {
         }
         drop(send);
         for (index, bytes) in receive {
-            self.pinned[index] = Some(Arc::new(bytes?));
+            self.pinned[index] = Some(Arc::new(bytes.map_err(|error| *error)?));
         }
         match units.iter().find(|&&index| self.pinned[index].is_none()) {
             Some(&index) => Err(Error::Trunk {
@@ -327,7 +332,7 @@ impl Trunk {
         let done = Box::new(move |buffer, result: Result<(), ReadError>| {
             let result = match result {
                 Ok(()) => UnitBytes::new(unit, buffer, &*source, verify),
-                Err(error) => Err((buffer, unit.failed(error))),
+                Err(error) => Err(Box::new((buffer, unit.failed(error)))),
             };
             ring.arrive(index, result);
         });
@@ -483,13 +488,14 @@ impl Ring {
         self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn arrive(&self, index: usize, result: Result<UnitBytes, (AlignedBuf, Error)>) {
+    fn arrive(&self, index: usize, result: Result<UnitBytes, Unread>) {
         let mut state = self.lock();
         let at = state.slots.iter().position(|slot| slot.unit == index);
         let at = at.expect("a unit that is being read has a slot");
         match result {
             Ok(bytes) => state.slots[at].stage = Stage::Ready(Arc::new(bytes)),
-            Err((buffer, error)) => {
+            Err(unread) => {
+                let (buffer, error) = *unread;
                 state.spare.push(buffer);
                 // Nobody hears of a failure to read ahead; whoever wants the unit tries again.
                 match state.waiting[index] {
