@@ -85,7 +85,7 @@ fn a_changed_byte_ends_the_request_by_name_and_nothing_else() {
     (0..12).for_each(|e| bad[e * record + 5000] ^= 4);
     std::fs::write(&path, &bad).unwrap();
     let mut session = engine.new_session();
-    let error = engine.forward(&mut session, &ids, Logits::All).err().expect("it is refused");
+    let error = engine.forward(&mut session, &ids, Logits::All).expect_err("it is refused");
     let error = error.to_string();
     assert!(error.contains("of layer 5") && error.contains("experts-00005.rill"), "{error}");
     assert_eq!(session.position(), 0);
