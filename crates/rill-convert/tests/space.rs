@@ -11,7 +11,10 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use rill_convert::{Control, ConvertError, ExpertCodec, Plan, Progress, TrunkCodec, convert};
+use rill_convert::{
+    Control, ConvertError, ExpertCodec, Plan, Progress, Reclaim, TrunkCodec, convert,
+    convert_and_reclaim,
+};
 use rill_format::container::MANIFEST;
 use rill_format::{Checkpoint, Folder};
 use tempfile::TempDir;
@@ -33,6 +36,7 @@ fn main() -> ExitCode {
         on_disk("a_disk_that_fills_up_keeps_what_is_written", fills_up),
         on_disk("a_disk_without_a_byte_to_spare_is_refused_with_numbers", full_before),
         on_disk("a_read_only_disk_is_named", read_only),
+        on_disk("room_for_one_copy_is_enough_when_shards_are_deleted", one_copy),
     ];
     libtest_mimic::run(&args, trials).exit_code()
 }
@@ -117,6 +121,35 @@ fn read_only() -> Result<(), Failed> {
         assert!(error.starts_with(&folder.display().to_string()), "{error}");
         assert!(error.contains("Read-only") && error.contains("permissions"), "{error}");
     }
+    Ok(())
+}
+
+fn one_copy() -> Result<(), Failed> {
+    let disk = Disk::mount().ok_or("it could be mounted before")?;
+    let (from, to) = (disk.path().join("from"), disk.path().join("to"));
+    fs::create_dir(&from)?;
+    let original = source("fixtures/k3-tiny");
+    for name in ["config.json", "tiktoken.model", "tokenizer_config.json"] {
+        fs::write(from.join(name), original.folder().read(name, 1 << 20)?)?;
+    }
+    let config = serde_json::from_slice(&original.folder().read("config.json", 1 << 20)?)?;
+    let read = |t: &rill_testkit::Tensor| original.read(original.require(&t.name).unwrap().id);
+    rill_testkit::write_checkpoint(&from, &rill_testkit::tensors(&config), 9, |t| {
+        read(t).unwrap()
+    })?;
+    let tiny = Checkpoint::open(Folder::Disk(from))?;
+    let plan = small(&tiny);
+    let error = convert(&tiny, &plan, &to, &go_on()).unwrap_err();
+    assert!(matches!(error, ConvertError::NoSpace { .. }), "{error:?}");
+    let reclaim = Reclaim::new(&tiny, true)?;
+    let reclaimed = convert_and_reclaim(&tiny, &plan, &to, &go_on(), &reclaim)?;
+    assert_eq!(reclaimed.files, 9);
+    let mut expected = expected();
+    // Not among the small files that were copied.
+    expected.remove("preprocessor_config.json");
+    let mut found = files(&to);
+    found.remove(MANIFEST).zip(expected.remove(MANIFEST)).ok_or("both have a manifest")?;
+    assert!(found == expected);
     Ok(())
 }
 
