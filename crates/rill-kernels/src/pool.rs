@@ -54,7 +54,17 @@ impl Pool {
 
     /// Runs `f` inside the pool, so that the splits it makes need no hand-over.
     pub fn install<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
-        self.threads.install(f)
+        let foreign = rayon::current_thread_index().is_some()
+            && self.threads.current_thread_index().is_none();
+        if !foreign {
+            return self.threads.install(f);
+        }
+        // A thread of another pool takes up other work of that pool while it waits here, such as
+        // the next of several sessions, and whatever that waits for may be held by `f`.
+        std::thread::scope(|scope| match scope.spawn(|| self.threads.install(f)).join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
     }
 
     /// Splits `rows` rows over the threads. `out` holds `out.len() / rows` values per row;
