@@ -19,6 +19,7 @@ use crate::session::{LayerState, Session};
 use crate::source::{self, WeightSource};
 use crate::streamed::{CachePolicy, ExpertOptions, Io, StreamedExperts};
 use crate::trunk::{Linear, Trunk, TrunkCounters, UnitBytes};
+use crate::turns::Turns;
 use crate::weights::{self, Attention, Ffn, Layer, Weights};
 use crate::{kda, mla, moe, residual};
 
@@ -37,6 +38,8 @@ pub struct EngineOptions {
     pub budget_bytes: u64,
     /// Longest conversation, in tokens; more than the model was made for means as much as it was.
     pub context: usize,
+    /// Sessions that memory is set aside for; more find room as far as the budget has any left.
+    pub sessions: usize,
     /// Positions whose logits may be asked for at once, for which memory is set aside; more are
     /// given as far as the budget has room.
     pub logits: usize,
@@ -63,6 +66,7 @@ impl Default for EngineOptions {
         Self {
             budget_bytes: 0,
             context: 4096,
+            sessions: 1,
             logits: 1,
             threads: 0,
             prefill_chunk: usize::MAX,
@@ -133,6 +137,7 @@ pub struct Engine {
     experts: Box<dyn ExpertSource>,
     io: Io,
     compute: Compute,
+    turns: Turns,
     /// Most experts to read ahead; 0 when there are no slots for them.
     lookahead: usize,
     plan: Plan,
@@ -170,7 +175,7 @@ impl Engine {
             prefill_chunk: options.prefill_chunk.max(1),
             lookahead: options.lookahead,
             threads: threads + reads.threads,
-            sessions: 1,
+            sessions: options.sessions.max(1),
             logits: options.logits.max(1),
         };
         let plan = Plan::new(&Sizes::of_source(&*source, &config), planned)?;
@@ -213,6 +218,7 @@ impl Engine {
                 },
                 pool: Pool::new(threads)?,
             },
+            turns: Turns::default(),
             lookahead: options.lookahead.min(config.moe.n_experts),
             plan,
             ledger,
@@ -317,6 +323,10 @@ impl Engine {
     /// The result does not depend on how tokens are divided into calls. After an error the
     /// session stands at the last whole token that was taken; [`Session::position`] tells which,
     /// and both session and engine can be used again.
+    ///
+    /// Sessions in several threads take turns, a piece of a prompt or a token each: a step uses
+    /// every core, and there is memory for the activations of one. An observer cannot run the
+    /// engine that it looks on.
     pub fn forward(
         &self,
         session: &mut Session,
@@ -347,27 +357,30 @@ impl Engine {
         // Exactly, because growth by doubling would take twice as much.
         let positions = if logits == Logits::All { tokens.len() } else { 1 };
         let mut out = Vec::with_capacity(positions * self.config.vocab_size);
-        // Inside the pool, so that the many small splits below need no hand-over.
-        self.compute.pool.install(|| {
-            let last = (tokens.len() - 1) / chunk;
-            for (i, chunk) in tokens.chunks(chunk).enumerate() {
-                session.save();
-                let hidden = self.run_layers(session, chunk, observer).inspect_err(|_| {
-                    session.roll_back();
-                })?;
-                session.position += chunk.len();
-                match logits {
-                    Logits::All => self.head(&hidden, &mut out, observer)?,
-                    Logits::Last if i == last => {
-                        let last = &hidden[(chunk.len() - 1) * self.config.hidden_size..];
-                        self.head(last, &mut out, observer)?;
+        let n_chunks = tokens.len().div_ceil(chunk);
+        for (i, chunk) in tokens.chunks(chunk).enumerate() {
+            let positions = match logits {
+                Logits::All => chunk.len(),
+                Logits::Last => usize::from(i + 1 == n_chunks),
+            };
+            let _turn = self.turns.wait();
+            session.save();
+            // Inside the pool, so that the many small splits below need no hand-over.
+            let step = self.compute.pool.install(|| {
+                let hidden = self.run_layers(session, chunk, observer)?;
+                match positions {
+                    0 => Ok(()),
+                    n => {
+                        let rest = (chunk.len() - n) * self.config.hidden_size;
+                        self.head(&hidden[rest..], &mut out, observer)
                     }
-                    Logits::Last => {}
                 }
-            }
-            drop(logits_lease);
-            Ok(out)
-        })
+            });
+            step.inspect_err(|_| session.roll_back())?;
+            session.position += chunk.len();
+        }
+        drop(logits_lease);
+        Ok(out)
     }
 
     fn check_tokens(&self, session: &Session, tokens: &[u32]) -> Result<(), Error> {

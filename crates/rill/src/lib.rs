@@ -39,6 +39,7 @@ mod session;
 mod source;
 mod streamed;
 mod trunk;
+mod turns;
 mod weights;
 
 pub use describe::{Description, FormatShare, describe};

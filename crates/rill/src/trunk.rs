@@ -4,6 +4,7 @@
 //! A unit is what is read at a time: a layer's matrices, or a piece of the head.
 
 use std::ops::{Deref, Range};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -87,7 +88,13 @@ impl UnitBytes {
         verify: bool,
     ) -> Result<Self, Unread> {
         let mut bytes = Self { unit, buffer, converted: Vec::new() };
-        match bytes.finish(source, verify) {
+        // A panic here would lose the buffer and leave somebody waiting for ever.
+        let finished = catch_unwind(AssertUnwindSafe(|| bytes.finish(source, verify)));
+        let finished = finished.unwrap_or_else(|_| {
+            let reason = "its check broke down; please report this as a bug";
+            Err(bytes.unit.failed(ReadError::Refused(reason.into())))
+        });
+        match finished {
             Ok(()) => Ok(bytes),
             Err(error) => Err(Box::new((bytes.buffer, error))),
         }
@@ -167,6 +174,7 @@ impl Trunk {
             spare,
             slots: Vec::new(),
             waiting: vec![0; units.len()],
+            starved: 0,
             counters: TrunkCounters::default(),
         };
         let ring = Ring { state: Mutex::new(state), arrived: Condvar::new() };
@@ -264,16 +272,20 @@ impl Trunk {
         }
         let mut state = self.ring.lock();
         let since = Instant::now();
+        let mut waited = false;
         let held = loop {
             let Some(at) = state.slots.iter().position(|slot| slot.unit == index) else {
                 if !self.start(&mut state, index, Priority::Now, index) {
+                    state.starved += 1;
                     state = self.ring.wait(state);
+                    state.starved -= 1;
                 }
                 continue;
             };
             match &state.slots[at].stage {
                 Stage::Ready(bytes) => break self.held(bytes),
                 Stage::Reading => {
+                    waited = true;
                     state.waiting[index] += 1;
                     state = self.ring.wait(state);
                     state.waiting[index] -= 1;
@@ -283,7 +295,10 @@ impl Trunk {
                         unreachable!("it was a moment ago")
                     };
                     self.ring.arrived.notify_all();
-                    return Err(error);
+                    // Who comes after a failure reads anew.
+                    if waited {
+                        return Err(error);
+                    }
                 }
             }
         };
@@ -292,8 +307,12 @@ impl Trunk {
         Ok(held)
     }
 
-    /// Puts the next streamed unit after `index` on its way, if a slot is free.
+    /// Puts the next streamed unit after `index` on its way, if a slot is free and nobody waits for
+    /// one.
     fn read_next(&self, state: &mut RingState, index: usize) {
+        if state.starved > 0 {
+            return;
+        }
         let n = self.units.len();
         let next = (1..=n).map(|step| (index + step) % n).find(|&i| self.pinned[i].is_none());
         let Some(next) = next else { return };
@@ -464,6 +483,8 @@ struct RingState {
     slots: Vec<Slot>,
     /// Of each unit, requests that wait for it.
     waiting: Vec<u32>,
+    /// Requests that wait for a slot.
+    starved: u32,
     counters: TrunkCounters,
 }
 
