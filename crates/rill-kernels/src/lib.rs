@@ -3,7 +3,13 @@
 //! Every result is defined, bit for bit, by `docs/arithmetic.md`; [`Kernels::SCALAR`] is that
 //! page in code. Nothing here knows of files, models or tokens.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod codec;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
 pub mod math;
 mod matrix;
 mod pool;

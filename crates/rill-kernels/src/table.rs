@@ -5,6 +5,8 @@ use std::fmt;
 use crate::codec::{Codec, Vq};
 use crate::matrix::Matrix;
 use crate::scalar;
+#[cfg(target_arch = "x86_64")]
+use crate::{avx2, avx512};
 
 /// Declares the table, its scalar entries and, for x86-64, the same source compiled with
 /// fused multiply-add and 256-bit vectors.
@@ -63,6 +65,28 @@ table! {
     sum(x: &[f32]) -> f32;
 }
 
+/// The fused table with its products written in 256-bit vectors.
+#[cfg(target_arch = "x86_64")]
+const AVX2: Table = Table {
+    matmul_f32: avx2::matmul_f32,
+    matmul_bf16: avx2::matmul_bf16,
+    matmul_q8: avx2::matmul_q8,
+    matmul_q4: avx2::matmul_q4,
+    matmul_mxfp4: avx2::matmul_mxfp4,
+    ..FUSED
+};
+
+/// The same in 512-bit vectors.
+#[cfg(target_arch = "x86_64")]
+const AVX512: Table = Table {
+    matmul_f32: avx512::matmul_f32,
+    matmul_bf16: avx512::matmul_bf16,
+    matmul_q8: avx512::matmul_q8,
+    matmul_q4: avx512::matmul_q4,
+    matmul_mxfp4: avx512::matmul_mxfp4,
+    ..FUSED
+};
+
 /// A set of kernels, chosen once. Every set gives the same bits.
 ///
 /// Each method checks its lengths in release builds too and panics when they disagree: that
@@ -101,6 +125,10 @@ impl Kernels {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
             sets.push(Kernels { name: "scalar+fma", table: FUSED });
+            sets.push(Kernels { name: "avx2", table: AVX2 });
+            if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
+                sets.push(Kernels { name: "avx512", table: AVX512 });
+            }
         }
         sets
     }

@@ -252,6 +252,29 @@ fn matrices_agree_on_every_format_and_alignment_and_with_binary64() {
 }
 
 #[test]
+fn every_length_and_tile_gives_the_specifications_bits() {
+    let mut rng = Rng(40);
+    for codec in CODECS {
+        let step = match codec {
+            Codec::Mxfp4 => 32,
+            Codec::Vq(_) => 8,
+            _ => 1,
+        };
+        for cols in (step..=300).step_by(step) {
+            // One row, whole tiles of four, and rows left over; likewise for vectors.
+            let (rows, n) = (1 + cols % 9, [1, 2, 4, 5, 9][cols / step % 5]);
+            let packed = Packed::random(&mut rng, codec, rows, cols);
+            let x = rng.wild(n * cols);
+            every_set(&format!("{codec:?} ({rows}, {cols}) times {n}"), |k| {
+                let mut out = vec![0.0; rows * n];
+                k.matmul(&packed.matrix(), &x, n, &mut out);
+                out
+            });
+        }
+    }
+}
+
+#[test]
 fn many_vectors_get_the_bits_each_gets_alone() {
     let mut rng = Rng(4);
     for codec in CODECS {

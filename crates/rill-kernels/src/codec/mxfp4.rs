@@ -9,12 +9,12 @@ pub(crate) const BLOCK: usize = 32;
 const NAN_SCALE: u8 = 255;
 
 /// What the sixteen nibbles mean: sign bit, then an index of the magnitude.
-const VALUES: [f32; 16] =
+pub(crate) const VALUES: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 /// 2^(e − 127) for e below 255.
 #[inline(always)]
-fn scale(e: u8) -> f32 {
+pub(crate) fn scale(e: u8) -> f32 {
     // 2^-127 is subnormal: its only set bit is the highest of the fraction.
     f32::from_bits(if e == 0 { 1 << 22 } else { u32::from(e) << 23 })
 }

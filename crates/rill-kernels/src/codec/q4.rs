@@ -53,7 +53,7 @@ fn squared_error(weights: &[f32], scale: f32) -> f64 {
 
 /// Code `i` of a row, −8 to 7.
 #[inline(always)]
-fn code(codes: &[u8], i: usize) -> f32 {
+pub(crate) fn code(codes: &[u8], i: usize) -> f32 {
     f32::from(codes[i / 2] >> (4 * (i % 2)) & 15) - 8.0
 }
 

@@ -33,10 +33,16 @@ pub(super) fn encode_row(
     Ok(())
 }
 
+/// Code `i` of a row.
+#[inline(always)]
+pub(crate) fn code(codes: &[u8], i: usize) -> f32 {
+    f32::from(codes[i] as i8)
+}
+
 /// Weight `i` of a row.
 #[inline(always)]
 pub(crate) fn weight(codes: &[u8], scales: &[u8], group: usize, i: usize) -> f32 {
-    f32::from(codes[i] as i8) * f16_at(scales, i / group)
+    code(codes, i) * f16_at(scales, i / group)
 }
 
 /// Dot product of one row: sixteen partial sums of codes per group, scaled once each.
