@@ -12,23 +12,49 @@ pub struct Pool {
     threads: rayon::ThreadPool,
 }
 
-/// The operating system refused to start threads.
+/// Why there are no threads to compute with.
+#[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
-#[error("cannot start {threads} threads: {reason}; ask for fewer")]
-pub struct PoolError {
-    threads: usize,
-    reason: String,
+pub enum PoolError {
+    /// The operating system refused to start them.
+    #[error("cannot start {threads} threads: {reason}; ask for fewer")]
+    Start {
+        /// How many.
+        threads: usize,
+        /// What it said.
+        reason: String,
+    },
+
+    /// A thread cannot be tied to a CPU.
+    #[error("cannot tie a thread to CPU {cpu}: {reason}; name others, or none")]
+    Pin {
+        /// Its number, from zero.
+        cpu: usize,
+        /// What the operating system said, or that it cannot be asked.
+        reason: String,
+    },
 }
 
 impl Pool {
-    /// A pool of `threads` threads, at least one.
-    pub fn new(threads: usize) -> Result<Self, PoolError> {
-        rayon::ThreadPoolBuilder::new()
+    /// A pool of `threads` threads, at least one. Unless `cpus` is empty, each is tied to one of
+    /// them, in turn.
+    pub fn new(threads: usize, cpus: &[usize]) -> Result<Self, PoolError> {
+        let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(threads.max(1))
             .thread_name(|i| format!("rill-{i}"))
             .build()
-            .map(|threads| Self { threads })
-            .map_err(|e| PoolError { threads, reason: e.to_string() })
+            .map_err(|e| PoolError::Start { threads, reason: e.to_string() })?;
+        if !cpus.is_empty() {
+            let pin = |index: usize| {
+                let cpu = cpus[index % cpus.len()];
+                pin(cpu).map_err(|reason| PoolError::Pin { cpu, reason })
+            };
+            threads
+                .broadcast(|thread| pin(thread.index()))
+                .into_iter()
+                .collect::<Result<(), _>>()?;
+        }
+        Ok(Self { threads })
     }
 
     /// Threads in the pool.
@@ -91,5 +117,48 @@ impl Pool {
         self.each(&mut parts, work, |(first, part)| {
             f(*first..*first + part.len() / per_row, part);
         });
+    }
+}
+
+/// Ties the calling thread to a CPU.
+#[cfg(target_os = "linux")]
+fn pin(cpu: usize) -> Result<(), String> {
+    use rustix::thread::{CpuSet, sched_setaffinity};
+    if cpu >= CpuSet::MAX_CPU {
+        return Err(format!("CPUs are numbered from 0 to {}", CpuSet::MAX_CPU - 1));
+    }
+    let mut cpus = CpuSet::new();
+    cpus.set(cpu);
+    sched_setaffinity(None, &cpus).map_err(|e| e.to_string())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn pin(_cpu: usize) -> Result<(), String> {
+    Err("Rill can do that on Linux only".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Pool, PoolError};
+
+    #[test]
+    fn a_cpu_that_does_not_exist_is_refused_by_number() {
+        for cpu in [1023, 1 << 20] {
+            let error = Pool::new(2, &[cpu]).unwrap_err();
+            assert!(matches!(error, PoolError::Pin { cpu: named, .. } if named == cpu), "{error}");
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn threads_take_turns_on_the_cpus_they_are_tied_to() {
+        let allowed = rustix::thread::sched_getaffinity(None).unwrap();
+        let cpus: Vec<usize> =
+            (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect();
+        let pool = Pool::new(3, &cpus[..1]).unwrap();
+        let tied = pool.threads.broadcast(|_| rustix::thread::sched_getaffinity(None).unwrap());
+        for set in tied {
+            assert!(set.count() == 1 && set.is_set(cpus[0]));
+        }
     }
 }

@@ -407,7 +407,7 @@ fn any_number_of_threads_gives_the_same_bits() {
     let mut alone = vec![0.0; rows];
     Kernels::detect().matmul(&m, &x, 1, &mut alone);
     for threads in [1, 2, 3, 5, 16] {
-        let pool = Pool::new(threads).unwrap();
+        let pool = Pool::new(threads, &[]).unwrap();
         let mut out = vec![0.0; rows];
         pool.rows(rows, rows * cols, &mut out, |range, out| {
             Kernels::detect().matmul(&m.row_range(range), &x, 1, out);

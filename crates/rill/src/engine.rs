@@ -43,8 +43,10 @@ pub struct EngineOptions {
     /// Positions whose logits may be asked for at once, for which memory is set aside; more are
     /// given as far as the budget has room.
     pub logits: usize,
-    /// Threads that compute; 0 means one per core.
+    /// Threads that compute; 0 means one for each of `cpus`, or per core.
     pub threads: usize,
+    /// CPUs that those threads are tied to, one each, in turn; empty leaves them to the system.
+    pub cpus: Vec<usize>,
     /// Most tokens of a prompt that pass through a layer together; the budget may allow fewer.
     pub prefill_chunk: usize,
     /// Which kernels to use.
@@ -69,6 +71,7 @@ impl Default for EngineOptions {
             sessions: 1,
             logits: 1,
             threads: 0,
+            cpus: Vec::new(),
             prefill_chunk: usize::MAX,
             kernels: KernelChoice::Fastest,
             cache: CachePolicy::Scored,
@@ -161,6 +164,7 @@ impl Engine {
             session_bytes: Session::recurrent_bytes(&config),
         };
         let threads = match options.threads {
+            0 if !options.cpus.is_empty() => options.cpus.len(),
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,
         };
@@ -216,7 +220,7 @@ impl Engine {
                     KernelChoice::Fastest => Kernels::detect(),
                     KernelChoice::Scalar => Kernels::SCALAR,
                 },
-                pool: Pool::new(threads)?,
+                pool: Pool::new(threads, &options.cpus)?,
             },
             turns: Turns::default(),
             lookahead: options.lookahead.min(config.moe.n_experts),
