@@ -55,18 +55,70 @@ pub(crate) struct ModelArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Engine")]
 pub(crate) struct EngineArgs {
-    /// Threads that compute; 0 means one per core
+    /// Memory that the process may take, such as 64M, 8G or 1.5G; 0 means what this machine can
+    /// spare. Weights that do not fit are read when they are needed
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = memory_size)]
+    pub(crate) budget: u64,
+
+    /// Longest context, in tokens, for which memory is set aside; without it, what the command needs
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) ctx: Option<u32>,
+
+    /// Which experts stay in memory: those used last (lru), those used most of late (lfu), or those
+    /// that are likely to be used next (scored)
+    #[arg(long, value_enum, default_value_t = Cache::Scored)]
+    pub(crate) cache: Cache,
+
+    /// Experts of the next layer that are read before it has chosen, at most
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) lookahead: u16,
+
+    /// Threads that read; 0 means as many as are useful on most drives
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=256))]
+    pub(crate) readers: u16,
+
+    /// Read through the operating system's page cache, not past it
+    #[arg(long)]
+    pub(crate) no_direct: bool,
+
+    /// Check the checksum of everything that enters memory, where the model has checksums; headers
+    /// are always checked
+    #[arg(long, value_enum, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_value_t = Switch::On, default_missing_value = "on")]
+    pub(crate) verify: Switch,
+
+    /// Threads that compute; 0 means one for each of --cpus, or per core
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,
 
-    /// Prompt tokens that pass through a layer together
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=8192))]
+    /// CPUs that those threads are tied to, one each, in turn, such as 0-3,6 (Linux only)
+    #[arg(long, value_name = "LIST", value_parser = cpu_list)]
+    pub(crate) cpus: Option<CpuList>,
+
+    /// Most prompt tokens that pass through a layer together; the budget may allow fewer
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u16).range(1..=8192))]
     pub(crate) prefill_chunk: u16,
 
     /// Kernels to compute with; the result is the same
     #[arg(long, value_enum, default_value_t = Kernels::Fastest)]
     pub(crate) kernels: Kernels,
 }
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Cache {
+    Lru,
+    Lfu,
+    Scored,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Switch {
+    On,
+    Off,
+}
+
+/// Numbers of CPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct CpuList(pub(crate) Vec<usize>);
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Kernels {
@@ -476,6 +528,27 @@ pub(crate) fn memory_size(text: &str) -> Result<u64, String> {
     })
 }
 
+/// Numbers and ranges of numbers between commas, each number once.
+fn cpu_list(text: &str) -> Result<CpuList, String> {
+    let parse = |text: &str| {
+        let mut cpus = Vec::new();
+        for part in text.split(',') {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            // As many as any system has.
+            let number = |n: &str| n.parse::<usize>().ok().filter(|&n| n < 1024);
+            let range = number(first)?..=number(last)?;
+            if range.is_empty() || range.clone().any(|cpu| cpus.contains(&cpu)) {
+                return None;
+            }
+            cpus.extend(range);
+        }
+        Some(CpuList(cpus))
+    };
+    parse(text).ok_or_else(|| {
+        "expected CPUs below 1024 and ranges of them, each once, such as 0-3,6".to_owned()
+    })
+}
+
 fn parse_size(text: &str) -> Option<u64> {
     let number_end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(number_end);
@@ -519,7 +592,18 @@ fn probability(text: &str) -> Result<f32, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::memory_size;
+    use super::{CpuList, cpu_list, memory_size};
+
+    #[test]
+    fn cpus_are_numbers_and_ranges() {
+        for (text, cpus) in [("0", &[0][..]), ("0-3,6", &[0, 1, 2, 3, 6]), ("5,2-2", &[5, 2])] {
+            assert_eq!(cpu_list(text), Ok(CpuList(cpus.to_vec())), "{text}");
+        }
+        for text in ["", ",", "0,", "-1", "1-", "3-1", "0-3,2", "1,1", "a", "0 1", "0-1-2", "1024"]
+        {
+            assert!(cpu_list(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn sizes_are_powers_of_a_thousand_unless_they_say_otherwise() {

@@ -7,12 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
-use rill::{Engine, Error, LayerIdx, Logits, Observer, Tokenizer, likelier_first};
+use rill::{Engine, Error, LayerIdx, Logits, Observer, Perplexity, Tokenizer, likelier_first};
 use serde_json::json;
 
 use crate::args::EvalArgs;
+use crate::model::{Model, Needs};
 use crate::output::{Outcome, interrupt_flag, print, write_file};
-use crate::{model, prompt};
+use crate::prompt;
 
 /// Positions whose logits are computed and written at a time.
 const POSITIONS: usize = 64;
@@ -25,18 +26,20 @@ pub(crate) fn run(args: &EvalArgs) -> Result<Outcome> {
         Some(_) => None,
         None => Some(prompt::prompt(&args.text)?),
     };
-    let engine = model::engine(&args.model, &args.engine)?;
+    let model = Model::find(&args.model)?;
     // Ids need no tokenizer, so a checkpoint without one can be evaluated by them.
     let tokenizer = match &text {
-        Some(_) => Some(engine.open_tokenizer()?),
-        None => engine.open_tokenizer().ok(),
+        Some(_) => Some(model.tokenizer()?),
+        None => model.tokenizer().ok(),
     };
     let ids = match (&args.ids, &text, &tokenizer) {
         (None, Some(text), Some(tokenizer)) => {
-            [vec![engine.config().bos_token_id], tokenizer.encode_text_bytes(text)].concat()
+            [vec![model.config.bos_token_id], tokenizer.encode_text_bytes(text)].concat()
         }
         (ids, ..) => ids.clone().unwrap_or_default(),
     };
+    let logits = if args.dump_logits.is_some() { ids.len().min(POSITIONS) } else { 1 };
+    let engine = model.open(&args.engine, Needs { context: ids.len(), logits })?;
     let last = match &args.dump_logits {
         None => engine.forward(&mut engine.new_session(), &ids, Logits::Last)?,
         Some(path) => match dump(&engine, &ids, path)? {
@@ -51,8 +54,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<Outcome> {
 /// Writes the logits of all positions to a file, a few at a time, and returns the last
 /// position's; `None` when interrupted, with no file written.
 fn dump(engine: &Engine, ids: &[u32], path: &Path) -> Result<Option<Vec<f32>>> {
-    let (vocab, max_positions) =
-        (engine.config().vocab_size, engine.config().max_position_embeddings);
+    let (vocab, max_positions) = (engine.config().vocab_size, engine.plan().options.context);
     // The engine will see only parts of the text: what is wrong with the whole is noticed here.
     if let Some(position) = ids.iter().position(|&id| id as usize >= vocab) {
         let token = ids[position];
@@ -145,8 +147,11 @@ fn show(args: &EvalArgs, ids: &[u32], logits: &[f32], tokenizer: Option<&Tokeniz
 
 fn perplexity(args: &EvalArgs, path: &Path) -> Result<Outcome> {
     let text = prompt::file(path)?;
-    let engine = model::engine(&args.model, &args.engine)?;
-    let ids = engine.open_tokenizer()?.encode_text_bytes(&text);
+    let model = Model::find(&args.model)?;
+    let ids = model.tokenizer()?.encode_text_bytes(&text);
+    let context = args.window as usize;
+    let needs = Needs { context, logits: context.min(Perplexity::POSITIONS) };
+    let engine = model.open(&args.engine, needs)?;
     let show_progress = io::stderr().is_terminal();
     let result = engine.perplexity(&ids, args.window as usize, &mut |done, all| {
         if show_progress {

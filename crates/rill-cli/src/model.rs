@@ -5,9 +5,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use rill::config::ModelConfig;
-use rill::{Engine, EngineOptions, Folder, KernelChoice, Tokenizer};
+use rill::{CachePolicy, Engine, EngineOptions, Error, Folder, KernelChoice, Tokenizer};
 
-use crate::args::{EngineArgs, Kernels, ModelArgs};
+use crate::args::{Cache, EngineArgs, Kernels, ModelArgs, Switch};
 use crate::bundle;
 
 /// The folder that was named, or the demo model.
@@ -20,27 +20,64 @@ pub(crate) fn folder(path: Option<&Path>) -> Result<Folder> {
     Ok(Folder::Disk(path.to_owned()))
 }
 
-/// Configuration and tokenizer, without the weights.
-pub(crate) fn tokenizer(args: &ModelArgs) -> Result<(ModelConfig, Tokenizer)> {
-    let folder = folder(args.model.as_deref())?;
-    let config = rill::read_config(&folder)?;
-    let tokenizer = rill::open_tokenizer(&folder, &config)?;
-    Ok((config, tokenizer))
+/// A model that has been named and not been opened.
+pub(crate) struct Model {
+    folder: Folder,
+    pub(crate) config: ModelConfig,
 }
 
-/// The whole model.
-pub(crate) fn engine(model: &ModelArgs, engine: &EngineArgs) -> Result<Engine> {
-    Ok(Engine::open(folder(model.model.as_deref())?, &options(engine))?)
+/// What a command asks of an engine: memory is set aside for it.
+#[derive(Clone, Copy)]
+pub(crate) struct Needs {
+    /// Tokens of context, unless `--ctx` says otherwise.
+    pub(crate) context: usize,
+    /// Positions whose logits are asked for at once.
+    pub(crate) logits: usize,
 }
 
-pub(crate) fn options(args: &EngineArgs) -> EngineOptions {
+impl Model {
+    pub(crate) fn find(args: &ModelArgs) -> Result<Self> {
+        let folder = folder(args.model.as_deref())?;
+        let config = rill::read_config(&folder)?;
+        Ok(Self { folder, config })
+    }
+
+    pub(crate) fn tokenizer(&self) -> Result<Tokenizer> {
+        Ok(rill::open_tokenizer(&self.folder, &self.config)?)
+    }
+
+    /// Opens all of it.
+    pub(crate) fn open(&self, args: &EngineArgs, needs: Needs) -> Result<Engine> {
+        let max_positions = self.config.max_position_embeddings;
+        if let Some(ctx) = args.ctx.filter(|&ctx| ctx as usize > max_positions) {
+            return Err(Error::ContextFull { positions: ctx as usize, max_positions })
+                .context("--ctx");
+        }
+        Ok(Engine::open(self.folder.clone(), &options(args, needs))?)
+    }
+}
+
+pub(crate) fn options(args: &EngineArgs, needs: Needs) -> EngineOptions {
     EngineOptions {
+        budget_bytes: args.budget,
+        context: args.ctx.map_or(needs.context, |ctx| ctx as usize),
+        logits: needs.logits,
         threads: args.threads.into(),
+        cpus: args.cpus.as_ref().map_or_else(Vec::new, |list| list.0.clone()),
         prefill_chunk: args.prefill_chunk.into(),
         kernels: match args.kernels {
             Kernels::Fastest => KernelChoice::Fastest,
             Kernels::Scalar => KernelChoice::Scalar,
         },
+        cache: match args.cache {
+            Cache::Lru => CachePolicy::Lru,
+            Cache::Lfu => CachePolicy::Lfu,
+            Cache::Scored => CachePolicy::Scored,
+        },
+        lookahead: args.lookahead.into(),
+        readers: args.readers.into(),
+        direct: !args.no_direct,
+        verify: args.verify == Switch::On,
         ..EngineOptions::default()
     }
 }

@@ -5,18 +5,24 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use rill::chat::{ChatFormat, ReplyPart, ReplyReader};
-use rill::{Engine, FinishReason, GenerateOptions, Sampling, Tokenizer};
+use rill::{FinishReason, GenerateOptions, Sampling, Tokenizer};
 use rill_text::{StopMatcher, Utf8Stream};
 
 use crate::args::RunArgs;
+use crate::model::{Model, Needs};
 use crate::output::{Outcome, interrupt_flag, note, print};
-use crate::{model, prompt};
+use crate::prompt;
+
+/// Least context that memory is set aside for unless `--ctx` says otherwise.
+const USUAL_CONTEXT: usize = 4096;
 
 pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     let text = prompt::prompt(&args.prompt)?;
-    let engine = model::engine(&args.model, &args.engine)?;
-    let tokenizer = engine.open_tokenizer()?;
-    let (ids, reader) = encode(args, &engine, &tokenizer, &text)?;
+    let model = Model::find(&args.model)?;
+    let tokenizer = model.tokenizer()?;
+    let (ids, reader) = encode(args, model.config.bos_token_id, &tokenizer, &text)?;
+    let context = ids.len().saturating_add(args.max_tokens).max(USUAL_CONTEXT);
+    let engine = model.open(&args.engine, Needs { context, logits: 1 })?;
 
     let cancel = interrupt_flag()?;
     let options = GenerateOptions {
@@ -85,11 +91,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
 /// Prompt ids, and the reader of the reply when the chat format is used.
 fn encode(
     args: &RunArgs,
-    engine: &Engine,
+    bos: u32,
     tokenizer: &Tokenizer,
     text: &[u8],
 ) -> Result<(Vec<u32>, Option<ReplyReader>)> {
-    let bos = engine.config().bos_token_id;
     if args.raw {
         return Ok(([vec![bos], tokenizer.encode_text_bytes(text)].concat(), None));
     }

@@ -6,6 +6,7 @@ use rill::reference::{Errors, Feed, Reference, compare};
 use rill::{Engine, EngineOptions, Folder, GenerateOptions};
 
 use crate::args::SelftestArgs;
+use crate::model::Needs;
 use crate::output::{Outcome, print};
 use crate::{bundle, model};
 
@@ -21,7 +22,8 @@ struct Case {
 }
 
 pub(crate) fn run(args: &SelftestArgs) -> Result<Outcome> {
-    verify(&cases(), bundle::demo(), &model::options(&args.engine), &|line| print(line + "\n"))
+    let options = |needs| model::options(&args.engine, needs);
+    verify(&cases(), bundle::demo(), &options, &|line| print(line + "\n"))
 }
 
 fn cases() -> [Case; 4] {
@@ -36,16 +38,14 @@ fn cases() -> [Case; 4] {
     ]
 }
 
+/// How engines are set up for what is asked of them.
+type Options<'a> = &'a dyn Fn(Needs) -> EngineOptions;
+
 /// Where a line of the report goes.
 type Show<'a> = &'a dyn Fn(String) -> Result<()>;
 
 /// Checks every case and the answer of the demo model.
-fn verify(
-    cases: &[Case],
-    demo: Folder,
-    options: &EngineOptions,
-    show: Show<'_>,
-) -> Result<Outcome> {
+fn verify(cases: &[Case], demo: Folder, options: Options<'_>, show: Show<'_>) -> Result<Outcome> {
     let mut failed = 0;
     for case in cases {
         failed += usize::from(!check(case, options, show).with_context(|| case.name)?);
@@ -61,10 +61,11 @@ fn verify(
     Ok(Outcome::Done)
 }
 
-fn check(case: &Case, options: &EngineOptions, show: Show<'_>) -> Result<bool> {
+fn check(case: &Case, options: Options<'_>, show: Show<'_>) -> Result<bool> {
     let reference = case.folder.read("expected.safetensors", MAX_REFERENCE_BYTES)?;
     let reference = Reference::parse(&reference)?;
-    let engine = Engine::open(case.folder.clone(), options)?;
+    let n = reference.input_ids.len();
+    let engine = Engine::open(case.folder.clone(), &options(Needs { context: n, logits: n }))?;
     let found = compare(&engine, &reference, case.feed)?;
     let (median, worst) = case.tolerance;
     // Written so that NaN fails.
@@ -91,8 +92,8 @@ fn check(case: &Case, options: &EngineOptions, show: Show<'_>) -> Result<bool> {
 }
 
 /// Tokenizer, chat format and generation together.
-fn ask(folder: Folder, options: &EngineOptions) -> Result<String> {
-    let engine = Engine::open(folder, options)?;
+fn ask(folder: Folder, options: Options<'_>) -> Result<String> {
+    let engine = Engine::open(folder, &options(Needs { context: 256, logits: 1 }))?;
     let tokenizer = engine.open_tokenizer()?;
     let format = ChatFormat::detect(&tokenizer).context("the model has no chat format")?;
     let prompt = format.render_question(&tokenizer, "What is the capital of Italy?", false)?;
@@ -165,7 +166,7 @@ mod tests {
     }
 
     fn passes(case: &Case) -> bool {
-        check(case, &EngineOptions::default(), &|_| Ok(())).unwrap()
+        check(case, &|_| EngineOptions::default(), &|_| Ok(())).unwrap()
     }
 
     /// The lines that are printed, and the message if it fails.
@@ -175,7 +176,7 @@ mod tests {
             lines.borrow_mut().push(line);
             Ok(())
         };
-        let result = verify(cases, demo, &EngineOptions::default(), &show);
+        let result = verify(cases, demo, &|_| EngineOptions::default(), &show);
         (lines.into_inner(), result.err().map(|e| e.to_string()))
     }
 

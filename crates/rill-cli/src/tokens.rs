@@ -6,12 +6,13 @@ use anyhow::{Error, Result};
 use serde_json::json;
 
 use crate::args::{DetokenizeArgs, TokenizeArgs, token_id};
+use crate::model::Model;
 use crate::output::{Outcome, print};
-use crate::{model, prompt};
+use crate::prompt;
 
 pub(crate) fn tokenize(args: &TokenizeArgs) -> Result<Outcome> {
     let text = prompt::bytes(&args.text)?;
-    let (_, tokenizer) = model::tokenizer(&args.model)?;
+    let tokenizer = Model::find(&args.model)?.tokenizer()?;
     let ids = match args.markup {
         true => tokenizer.encode_markup(&String::from_utf8_lossy(&text)),
         false => tokenizer.encode_text_bytes(&text),
@@ -33,7 +34,7 @@ pub(crate) fn detokenize(args: &DetokenizeArgs) -> Result<Outcome> {
         [dash] if dash == "-" => piped(&prompt::stdin(true, "")?)?,
         typed => parse(&typed.join(",")).unwrap_or_else(|message| prompt::usage(&message)),
     };
-    let (_, tokenizer) = model::tokenizer(&args.model)?;
+    let tokenizer = Model::find(&args.model)?.tokenizer()?;
     let mut bytes = tokenizer.decode(&ids)?;
     // Exact for a pipe; a terminal gets its prompt on a line of its own.
     if io::stdout().is_terminal() {

@@ -16,6 +16,12 @@ pub struct Perplexity {
     pub windows: usize,
 }
 
+impl Perplexity {
+    /// Positions whose logits are held at a time: those of a whole window of a large vocabulary
+    /// would be hundreds of megabytes.
+    pub const POSITIONS: usize = 64;
+}
+
 impl Engine {
     /// Cuts `tokens` into windows of `window` tokens (dropping the rest), starts each with the
     /// BOS token and fresh state, and averages how badly each token was predicted. `progress` is
@@ -36,9 +42,8 @@ impl Engine {
             let mut session = self.new_session();
             let mut input = vec![self.config().bos_token_id];
             input.extend(&targets[..window - 1]);
-            // A few positions at a time: the logits of a whole window of a large vocabulary
-            // would be hundreds of megabytes.
-            for (input, targets) in input.chunks(POSITIONS).zip(targets.chunks(POSITIONS)) {
+            let pieces = input.chunks(Perplexity::POSITIONS);
+            for (input, targets) in pieces.zip(targets.chunks(Perplexity::POSITIONS)) {
                 let logits = self.forward(&mut session, input, Logits::All)?;
                 let rows = logits.chunks_exact(self.config().vocab_size);
                 total += rows.zip(targets).map(|(row, &id)| surprise(row, id)).sum::<f64>();
@@ -51,9 +56,6 @@ impl Engine {
         Ok(Perplexity { perplexity: (total / tokens as f64).exp(), tokens, windows })
     }
 }
-
-/// Positions whose logits are held at a time.
-const POSITIONS: usize = 64;
 
 /// Negative log-likelihood of `id`, in nats. A statistic, not part of the model: it may use the
 /// system's mathematics.

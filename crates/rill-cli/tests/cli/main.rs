@@ -4,6 +4,7 @@
 mod broken;
 mod common;
 mod convert;
+mod engine;
 mod eval;
 mod info;
 mod kills;

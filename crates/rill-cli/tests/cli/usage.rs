@@ -63,6 +63,9 @@ fn the_help_of_every_command_names_what_it_takes() {
         (&["info"], &["[PATH]", "--json", "demo"]),
         (&["trace", "replay"], &["FILE", "--cache", "scored", "--share", "--slots", "--json"]),
         (&["selftest"], &["--threads", "--kernels", "reference"]),
+        (&["run"], ENGINE),
+        (&["eval"], ENGINE),
+        (&["selftest"], ENGINE),
     ] {
         let help = rill(command.iter().chain(&["--help"])).done();
         for part in parts {
@@ -71,6 +74,21 @@ fn the_help_of_every_command_names_what_it_takes() {
         assert_eq!(rill(command.iter().chain(&["-h"])).done(), help, "{command:?}");
     }
 }
+
+/// What every command that computes takes.
+const ENGINE: &[&str] = &[
+    "--budget",
+    "--ctx",
+    "--cache",
+    "--lookahead",
+    "--readers",
+    "--no-direct",
+    "--verify",
+    "--threads",
+    "--cpus",
+    "--prefill-chunk",
+    "--kernels",
+];
 
 #[test]
 fn version_tells_the_programs_name_and_version() {
