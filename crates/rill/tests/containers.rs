@@ -3,11 +3,11 @@
 mod common;
 
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use common::{assert_same_bits, reference, repository};
 use rill::reference::{Feed, Reference, compare};
-use rill::{Engine, EngineOptions, Folder, Logits};
+use rill::{Engine, EngineOptions, Error, Folder, Logits};
 use rill_convert::{Control, ExpertCodec, Plan, Progress, TrunkCodec};
 use rill_format::Checkpoint;
 
@@ -16,9 +16,20 @@ fn go_on(_: Progress) -> ControlFlow<()> {
 }
 
 fn convert(path: &str, experts: ExpertCodec, trunk: TrunkCodec) -> tempfile::TempDir {
+    convert_over(path, experts, trunk, &[])
+}
+
+/// With every record spread over further folders.
+fn convert_over(
+    path: &str,
+    experts: ExpertCodec,
+    trunk: TrunkCodec,
+    folders: &[(PathBuf, f64)],
+) -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let checkpoint = Checkpoint::open(Folder::Disk(repository(path))).expect("it is there");
     let plan = Plan::new(&checkpoint, experts, trunk).expect("it can be planned");
+    let plan = plan.spread(folders).expect("records are large enough");
     let control = Control { jobs: 2, progress: &go_on };
     rill_convert::convert(&checkpoint, &plan, dir.path(), &control).expect("it converts");
     dir
@@ -48,6 +59,55 @@ fn a_lossless_container_gives_the_checkpoints_bits() {
         assert_eq!((a.wanted, a.demanded), (b.wanted, b.demanded));
         assert!(a.demanded_bytes > b.demanded_bytes, "records have headers and padding");
     }
+}
+
+/// The same logits with everything held and with the least that works.
+fn floor_gives_the_same_bits(folder: &Path, ids: &[u32]) {
+    let options = |budget_bytes| EngineOptions {
+        budget_bytes,
+        context: ids.len(),
+        logits: ids.len(),
+        ..EngineOptions::default()
+    };
+    let folder = Folder::Disk(folder.to_owned());
+    let open = |budget| Engine::open(folder.clone(), &options(budget));
+    let expected = logits(&open(0).expect("it opens"), ids);
+    let Some(Error::BelowFloor { plan }) = open(1).err() else { panic!("one byte is enough?") };
+    let engine = open(plan.floor_bytes).expect("the floor is enough");
+    assert_same_bits("at the floor", &logits(&engine, ids), &expected);
+    // All again, token by token: nothing that is evicted or read over may differ.
+    let mut session = engine.new_session();
+    let mut last = Vec::new();
+    for &id in ids {
+        last = engine.forward(&mut session, &[id], Logits::Last).expect("it runs");
+    }
+    assert_same_bits("token by token", &last, &expected[expected.len() - last.len()..]);
+}
+
+#[test]
+fn every_kind_of_container_runs_at_its_floor() {
+    let tiny = "fixtures/k3-tiny";
+    let ids = reference(&Folder::Disk(repository(tiny))).input_ids;
+    for trunk in [TrunkCodec::Source, TrunkCodec::Q8, TrunkCodec::Q4] {
+        floor_gives_the_same_bits(convert(tiny, ExpertCodec::Source, trunk).path(), &ids);
+    }
+    let linear = "fixtures/kimi-linear-tiny";
+    let linear_ids = reference(&Folder::Disk(repository(linear))).input_ids;
+    let q4 = convert(linear, ExpertCodec::Q4, TrunkCodec::Q4);
+    floor_gives_the_same_bits(q4.path(), &linear_ids);
+    floor_gives_the_same_bits(&repository("fixtures/k3-tiny.waste"), &ids);
+}
+
+#[test]
+fn records_spread_over_folders_give_the_same_bits() {
+    let nano = "models/k3-nano";
+    let ids = reference(&Folder::Disk(repository(nano))).input_ids[..100].to_vec();
+    let others = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let shares = [(others[0].path().to_owned(), 1.0), (others[1].path().to_owned(), 2.0)];
+    let dir = convert_over(nano, ExpertCodec::Source, TrunkCodec::Source, &shares);
+    let spread = open(dir.path());
+    assert_same_bits("spread", &logits(&spread, &ids), &logits(&open(&repository(nano)), &ids));
+    floor_gives_the_same_bits(dir.path(), &ids);
 }
 
 #[test]
