@@ -5,6 +5,7 @@ mod manifest;
 mod record;
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 pub use manifest::{
@@ -334,17 +335,36 @@ impl Container {
     /// # Errors
     /// When it cannot be read or its checksum is another.
     pub fn verify_run(&self, run: &Run) -> Result<(), FormatError> {
+        self.verify_run_parts(run, &[]).map(|_| ())
+    }
+
+    /// The same, and the checksums of parts of it: positions in the run. They are of the very bytes
+    /// that were checked, so that a part that is read alone later can be checked too.
+    ///
+    /// # Errors
+    /// As for [`verify_run`](Self::verify_run).
+    pub fn verify_run_parts(
+        &self,
+        run: &Run,
+        parts: &[Range<u64>],
+    ) -> Result<Vec<u64>, FormatError> {
         let mut sum = Checksum::default();
+        let mut sums = vec![Checksum::default(); parts.len()];
         let mut buffer = vec![0; VERIFY_BYTES];
         let mut at = 0;
         while at < run.bytes {
             let piece = &mut buffer[..VERIFY_BYTES.min((run.bytes - at) as usize)];
             self.read_trunk(run.offset + at, piece, &run.name)?;
             sum.update(piece);
+            for (part, sum) in parts.iter().zip(&mut sums) {
+                let within = |byte: u64| byte.clamp(at, at + piece.len() as u64) - at;
+                sum.update(&piece[within(part.start) as usize..within(part.end) as usize]);
+            }
             at += piece.len() as u64;
         }
         let what = format!("the checksum of run {:?} at byte {}", run.name, run.offset);
-        check_sum(&self.trunk_file(), &what, &run.checksum, sum.finish())
+        check_sum(&self.trunk_file(), &what, &run.checksum, sum.finish())?;
+        Ok(sums.iter().map(Checksum::finish).collect())
     }
 
     /// All banks, by ascending layer.
