@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use rill_format::{Checkpoint, Folder, FormatError};
 use rill_kernels::{Kernels, Pool};
-use rill_stream::{CacheCounters, DirectReads, Lease, Ledger, ReadOptions, ReadTotals};
+use rill_stream::{
+    CacheCounters, DirectReads, Lease, Ledger, Occupancy, ReadOptions, ReadTotals, Storage,
+};
 use rill_text::Tokenizer;
 use serde_json::value::RawValue;
 
@@ -155,6 +157,16 @@ impl Engine {
     /// Opens the model in a folder, a published checkpoint or a container: reads and checks every
     /// header, then loads the weights that every token needs. Routed experts stay on disk.
     pub fn open(folder: Folder, options: &EngineOptions) -> Result<Self, Error> {
+        Self::open_with_storage(folder, options, |storage| storage)
+    }
+
+    /// The same with a storage of the caller's between the engine and its files, for tests: all that
+    /// is streamed comes through it. Headers, small tensors and rows of the embedding do not.
+    pub fn open_with_storage(
+        folder: Folder,
+        options: &EngineOptions,
+        wrap: impl FnOnce(Arc<dyn Storage>) -> Arc<dyn Storage>,
+    ) -> Result<Self, Error> {
         let source = source::open(folder)?;
         let config = config_of(&*source)?;
         let bound = weights::check(&*source, &config)?;
@@ -188,10 +200,7 @@ impl Engine {
         let leases = leases.collect::<Result<_, _>>()?;
 
         let stop_tokens = stop_tokens(&*source, &config)?;
-        if options.verify {
-            source.verify_globals()?;
-        }
-        let io = Io::open(&source.data_files(), options.direct, reads)?;
+        let io = Io::open(&source.data_files(), options.direct, reads, wrap)?;
         let loaded = weights::load(&*source, &config)?;
         let trunk = Trunk::open(
             source.clone(),
@@ -285,6 +294,11 @@ impl Engine {
     /// What has been asked for, found and read of the routed experts since the engine was opened.
     pub fn expert_counters(&self) -> CacheCounters {
         self.experts.counters()
+    }
+
+    /// What the slots of experts are in use for at this moment.
+    pub fn expert_slots(&self) -> Occupancy {
+        self.experts.occupancy()
     }
 
     /// All that has been streamed since the engine was opened.

@@ -9,7 +9,7 @@ use rill_format::{
     Checkpoint, DataExtent, ExpertDims, FormatError, TensorId, Waste, WasteExperts, WasteMatrix,
 };
 use rill_kernels::{Codec, LayoutError, Matrix, Vq};
-use rill_stream::{CacheCounters, Record};
+use rill_stream::{CacheCounters, Occupancy, Record};
 
 use crate::config::{ExpertFormat, FfnKind, ModelConfig};
 use crate::describe::StoredExperts;
@@ -71,6 +71,11 @@ pub trait ExpertSource: Send + Sync {
 
     /// What it has done since it was made.
     fn counters(&self) -> CacheCounters;
+
+    /// What its buffers are in use for; nothing if it has none.
+    fn occupancy(&self) -> Occupancy {
+        Occupancy::default()
+    }
 }
 
 /// How a kind of folder stores its routed experts: where the bytes of one lie, whether they are

@@ -52,7 +52,9 @@ pub use experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 pub use generate::{FinishReason, GenerateOptions, Generation};
 pub use perplexity::Perplexity;
 pub use rill_format::{Checkpoint, Folder, FormatError};
-pub use rill_stream::{CacheCounters, DirectReads, ReadError, ReadTotals, StreamError};
+pub use rill_stream::{
+    CacheCounters, DirectReads, Occupancy, ReadError, ReadTotals, Storage, StreamError,
+};
 pub use rill_text::{TextError, Tokenizer, chat};
 pub use sampler::{Sampler, Sampling, likelier_first};
 pub use session::Session;

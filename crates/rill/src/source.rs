@@ -57,9 +57,10 @@ pub(crate) trait WeightSource: Send + Sync + fmt::Debug {
     fn names(&self) -> Box<dyn Iterator<Item = &str> + '_>;
 
     /// Checks the bytes of what belongs to no layer, for folders that have checksums: the embedding
-    /// is read row by row, and a wrong byte must not become a wrong token.
-    fn verify_globals(&self) -> Result<(), FormatError> {
-        Ok(())
+    /// is read row by row, and a wrong byte must not become a wrong token. Returns a checksum of each
+    /// of these parts of it, taken of the bytes that were checked; `None` without checksums.
+    fn verify_globals(&self, parts: &[DataExtent]) -> Result<Vec<Option<u64>>, FormatError> {
+        Ok(vec![None; parts.len()])
     }
 
     /// Codes and scales of a tensor.
@@ -398,10 +399,24 @@ impl WeightSource for Container {
         Box::new(tensors.map(|tensor| tensor.name.as_str()))
     }
 
-    fn verify_globals(&self) -> Result<(), FormatError> {
+    fn verify_globals(&self, parts: &[DataExtent]) -> Result<Vec<Option<u64>>, FormatError> {
+        let mut sums = vec![None; parts.len()];
         let runs = self.manifest().trunk.runs.iter();
         // Layers are checked when they are read; the vision tower is not used.
-        runs.filter(|run| run.name == "global").try_for_each(|run| self.verify_run(run))
+        for run in runs.filter(|run| run.name == "global") {
+            let end = run.offset + run.bytes;
+            let of_run = |p: &DataExtent| p.offset >= run.offset && p.offset + p.bytes <= end;
+            let (which, within): (Vec<usize>, Vec<_>) = (0..)
+                .zip(parts)
+                .filter(|(_, part)| of_run(part))
+                .map(|(i, part)| (i, part.offset - run.offset))
+                .map(|(i, start)| (i, start..start + parts[i].bytes))
+                .unzip();
+            for (i, sum) in which.into_iter().zip(self.verify_run_parts(run, &within)?) {
+                sums[i] = Some(sum);
+            }
+        }
+        Ok(sums)
     }
 
     fn read(&self, name: &str) -> Result<(Vec<u8>, Vec<u8>), FormatError> {

@@ -7,8 +7,8 @@ use rill_format::{DataExtent, DataFile, DataPlace};
 use rill_stream::policy::{DecayedLfu, Lru, Scored};
 use rill_stream::{
     CacheCounters, CacheOptions, DirectReads, Drive, ExpertCache, ExpertKey, Extent, FetchError,
-    FileSpec, Geometry, Place, Placement, Policy, ReadError, ReadOptions, ReadTotals, Readers,
-    Record, Records,
+    FileSpec, Geometry, Occupancy, Place, Placement, Policy, ReadError, ReadOptions, ReadTotals,
+    Readers, Record, Records, Storage,
 };
 
 use crate::config::ModelConfig;
@@ -50,10 +50,11 @@ impl Io {
         files: &[DataFile],
         direct: bool,
         options: ReadOptions,
+        wrap: impl FnOnce(Arc<dyn Storage>) -> Arc<dyn Storage>,
     ) -> Result<Self, Error> {
         let specs: Vec<FileSpec> = files.iter().map(spec).collect();
         let drive = Arc::new(Drive::open(&specs, direct)?);
-        let readers = Arc::new(Readers::new(drive.clone(), options)?);
+        let readers = Arc::new(Readers::new(wrap(drive.clone()), options)?);
         Ok(Self { readers, drive })
     }
 
@@ -198,6 +199,10 @@ impl ExpertSource for StreamedExperts {
 
     fn counters(&self) -> CacheCounters {
         self.cache.counters()
+    }
+
+    fn occupancy(&self) -> Occupancy {
+        self.cache.occupancy()
     }
 }
 

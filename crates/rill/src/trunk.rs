@@ -38,6 +38,8 @@ struct Unit {
     what: String,
     /// Of the layer whose run is checked as a whole, where the folder has such.
     run: Option<usize>,
+    /// Of each of the placement's parts, what it was when the model was opened, where that is known.
+    sums: Vec<Option<u64>>,
     placement: Placement,
     matrices: Vec<(StoredMatrix, Place)>,
 }
@@ -105,6 +107,12 @@ impl UnitBytes {
             let run = Record::new(self.buffer.as_slice(), &self.unit.placement);
             source.check_run(layer, run.joined())?;
         }
+        for (part, sum) in self.unit.placement.parts.iter().zip(&self.unit.sums) {
+            let found = rill_format::container::checksum(&self.buffer.as_slice()[part.clone()]);
+            if sum.is_some_and(|sum| sum != found) {
+                return Err(self.unit.failed(ReadError::Refused(CHANGED.into())));
+            }
+        }
         for (stored, place) in &self.unit.matrices {
             if let Place::Converted(_) = place {
                 self.converted.push(source.read(&stored.name)?);
@@ -154,18 +162,25 @@ impl Trunk {
             units.push(Arc::new(Unit::layer(&*source, index, matrices)));
         }
         let slot_bytes = plan.ring_slot_bytes as usize;
-        let head_rows = match (plan.head_resident, source.extents(&head.name)) {
-            (false, Some(extents)) => head_pieces(extents, head, slot_bytes),
-            // Held, or stored in a way that cannot be read in pieces.
+        let head_place = source.extents(&head.name);
+        // What cannot be read in pieces is held; the plan made the ring as large as that takes.
+        let head_held = plan.head_resident || head_place.is_none();
+        let head_rows = match head_place {
+            Some(extents) if !head_held => head_pieces(extents, head, slot_bytes),
             _ => vec![(0, head.rows)],
         };
-        for &rows in &head_rows {
-            units.push(Arc::new(Unit::head(&*source, head, rows)));
+        let mut pieces: Vec<(Unit, Vec<DataExtent>)> =
+            head_rows.iter().map(|&rows| Unit::head(&*source, head, rows)).collect();
+        if verify {
+            let parts: Vec<DataExtent> =
+                pieces.iter().flat_map(|(_, parts)| parts.clone()).collect();
+            let mut sums = source.verify_globals(&parts)?.into_iter();
+            for (unit, parts) in &mut pieces {
+                unit.sums = sums.by_ref().take(parts.len()).collect();
+            }
         }
-        let held = |unit: usize| {
-            unit < n_layers && plan.pinned[unit]
-                || unit >= n_layers && (plan.head_resident || head_rows.len() == 1)
-        };
+        units.extend(pieces.into_iter().map(|(unit, _)| Arc::new(unit)));
+        let held = |unit: usize| plan.pinned.get(unit).copied().unwrap_or(head_held);
         let streamed: Vec<usize> = (0..units.len()).filter(|&unit| !held(unit)).collect();
         let most = streamed.iter().map(|&unit| units[unit].placement.bytes).max().unwrap_or(0);
         let n_slots = streamed.len().min(2);
@@ -376,18 +391,23 @@ impl Unit {
                 Place::Buffer(within(codes), within(scales))
             });
             let matrices = matrices.into_iter().zip(places).collect();
-            return Self { what, run: Some(layer), placement, matrices };
+            return Self { what, run: Some(layer), sums: Vec::new(), placement, matrices };
         }
         Self::scattered(what, matrices, places)
     }
 
-    /// Some rows of the head.
-    fn head(source: &dyn WeightSource, head: &StoredMatrix, rows: (usize, usize)) -> Self {
+    /// Some rows of the head, and the parts of the files they are in.
+    fn head(
+        source: &dyn WeightSource,
+        head: &StoredMatrix,
+        rows: (usize, usize),
+    ) -> (Self, Vec<DataExtent>) {
         let places = source.extents(&head.name);
         let places = places.map(|extents| extents.map(|extent| part(extent, head.rows, rows)));
         let what = format!("rows {} to {} of the head", rows.0, rows.0 + rows.1);
         let matrix = StoredMatrix { rows: rows.1, ..head.clone() };
-        Self::scattered(what, vec![matrix], vec![places])
+        let parts = places.iter().flatten().filter(|part| part.bytes > 0).copied().collect();
+        (Self::scattered(what, vec![matrix], vec![places]), parts)
     }
 
     fn scattered(
@@ -414,13 +434,17 @@ impl Unit {
             }
         };
         let matrices = matrices.into_iter().zip(places).map(|(m, p)| (m, place(p))).collect();
-        Self { what, run: None, placement, matrices }
+        Self { what, run: None, sums: Vec::new(), placement, matrices }
     }
 
     fn failed(&self, source: ReadError) -> Error {
         Error::Trunk { what: self.what.clone(), source: Arc::new(source) }
     }
 }
+
+/// Why a part of the head is refused.
+const CHANGED: &str = "its bytes are not those that were checked when the model was opened; verify \
+                       the folder and check the drive";
 
 /// The part of a matrix's codes or scales that belongs to some of its rows.
 fn part(extent: DataExtent, rows: usize, (first, n): (usize, usize)) -> DataExtent {

@@ -3,37 +3,12 @@
 mod common;
 
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use common::{assert_same_bits, reference, repository};
+use common::{assert_same_bits, convert, convert_over, reference, repository};
 use rill::reference::{Feed, Reference, compare};
 use rill::{Engine, EngineOptions, Error, Folder, Logits};
-use rill_convert::{Control, ExpertCodec, Plan, Progress, TrunkCodec};
-use rill_format::Checkpoint;
-
-fn go_on(_: Progress) -> ControlFlow<()> {
-    ControlFlow::Continue(())
-}
-
-fn convert(path: &str, experts: ExpertCodec, trunk: TrunkCodec) -> tempfile::TempDir {
-    convert_over(path, experts, trunk, &[])
-}
-
-/// With every record spread over further folders.
-fn convert_over(
-    path: &str,
-    experts: ExpertCodec,
-    trunk: TrunkCodec,
-    folders: &[(PathBuf, f64)],
-) -> tempfile::TempDir {
-    let dir = tempfile::tempdir().expect("a temporary folder");
-    let checkpoint = Checkpoint::open(Folder::Disk(repository(path))).expect("it is there");
-    let plan = Plan::new(&checkpoint, experts, trunk).expect("it can be planned");
-    let plan = plan.spread(folders).expect("records are large enough");
-    let control = Control { jobs: 2, progress: &go_on };
-    rill_convert::convert(&checkpoint, &plan, dir.path(), &control).expect("it converts");
-    dir
-}
+use rill_convert::{ExpertCodec, TrunkCodec};
 
 fn open(folder: &Path) -> Engine {
     let folder = Folder::Disk(folder.to_owned());

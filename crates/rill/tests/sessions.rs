@@ -3,11 +3,13 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use common::{assert_same_bits, demo, k3_tiny, kimi_linear_tiny, reference};
+use common::{
+    assert_same_bits, demo, floor_bytes, k3_tiny, kimi_linear_tiny, reference, within_a_minute,
+};
 use rill::{
     CacheCounters, Engine, EngineOptions, Error, Expert, ExpertId, ExpertSource, Folder, LayerIdx,
     Logits,
@@ -29,13 +31,12 @@ fn options() -> EngineOptions {
 
 /// With a budget between the floor, 0, and so much that everything is held, 1.
 fn open(folder: &Folder, share: f64) -> Engine {
-    let below = EngineOptions { budget_bytes: 1, ..options() };
-    let plan = match Engine::open(folder.clone(), &below).err() {
-        Some(Error::BelowFloor { plan }) => plan,
-        other => panic!("a budget of one byte: {other:?}"),
-    };
-    let more = plan.recommended_bytes.saturating_sub(plan.floor_bytes) as f64 * share;
-    let options = EngineOptions { budget_bytes: plan.floor_bytes + more as u64, ..options() };
+    let floor = floor_bytes(folder, &options());
+    let floor_options = EngineOptions { budget_bytes: floor, ..options() };
+    let plan =
+        Engine::open(folder.clone(), &floor_options).expect("the floor is enough").plan().clone();
+    let more = plan.recommended_bytes.saturating_sub(floor) as f64 * share;
+    let options = EngineOptions { budget_bytes: floor + more as u64, ..options() };
     let engine = Engine::open(folder.clone(), &options).expect("the floor is enough");
     assert!(share > 0.0 || engine.plan().trunk_read_bytes > 0, "some of the trunk is streamed");
     engine
@@ -48,21 +49,6 @@ fn run(engine: &Engine, ids: &[u32]) -> Vec<f32> {
     let mut logits = step(&ids[..PROMPT]);
     ids[PROMPT..].chunks(1).for_each(|id| logits.extend(step(id)));
     logits
-}
-
-/// Fails instead of waiting for ever.
-fn within_a_minute(work: impl FnOnce() + Send + 'static) {
-    let (done, wait) = mpsc::channel();
-    let thread = std::thread::spawn(move || {
-        work();
-        let _ = done.send(());
-    });
-    if let Err(mpsc::RecvTimeoutError::Timeout) = wait.recv_timeout(Duration::from_secs(60)) {
-        panic!("still waiting after a minute");
-    }
-    if let Err(panic) = thread.join() {
-        std::panic::resume_unwind(panic);
-    }
 }
 
 /// What each session is given: the reference prompt from another place on.

@@ -101,7 +101,13 @@ impl Sizes {
     pub(crate) fn of_source(source: &dyn WeightSource, config: &ModelConfig) -> Self {
         let footprint = source.footprint(config);
         let form = |needed: &Needed| source.find(&needed.name).map(|stored| stored.form);
-        Self::new(config, &footprint, form)
+        let mut sizes = Self::new(config, &footprint, form);
+        let head = format!("{}lm_head.weight", weights::prefix(config));
+        if source.extents(&head).is_none() {
+            // It cannot be read in pieces, so the ring has to hold all of it.
+            sizes.head_row_bytes = sizes.head_bytes;
+        }
+        sizes
     }
 
     /// Of the `.rill` container that a conversion with these formats makes of a model with this

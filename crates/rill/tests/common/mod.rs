@@ -1,10 +1,15 @@
 //! Where the checkpoints are, and their expected values.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::Duration;
 
-use rill::Folder;
 use rill::reference::Reference;
+use rill::{Engine, EngineOptions, Error, Folder};
+use rill_convert::{Control, ExpertCodec, Plan, TrunkCodec};
+use rill_format::Checkpoint;
 
 /// A path inside the repository.
 pub(crate) fn repository(path: &str) -> PathBuf {
@@ -27,6 +32,50 @@ pub(crate) fn demo() -> Folder {
 pub(crate) fn reference(folder: &Folder) -> Reference {
     let bytes = folder.read("expected.safetensors", 1 << 30).expect("the file is there");
     Reference::parse(&bytes).expect("the file is a reference")
+}
+
+/// The least budget that works with these options.
+pub(crate) fn floor_bytes(folder: &Folder, options: &EngineOptions) -> u64 {
+    let below = EngineOptions { budget_bytes: 1, ..options.clone() };
+    match Engine::open(folder.clone(), &below).err() {
+        Some(Error::BelowFloor { plan }) => plan.floor_bytes,
+        other => panic!("a budget of one byte: {other:?}"),
+    }
+}
+
+/// A checkpoint of the repository as a container.
+pub(crate) fn convert(path: &str, experts: ExpertCodec, trunk: TrunkCodec) -> tempfile::TempDir {
+    convert_over(path, experts, trunk, &[])
+}
+
+/// With every record spread over further folders.
+pub(crate) fn convert_over(
+    path: &str,
+    experts: ExpertCodec,
+    trunk: TrunkCodec,
+    folders: &[(PathBuf, f64)],
+) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let checkpoint = Checkpoint::open(Folder::Disk(repository(path))).expect("it is there");
+    let plan = Plan::new(&checkpoint, experts, trunk).expect("it can be planned");
+    let plan = plan.spread(folders).expect("records are large enough");
+    let control = Control { jobs: 2, progress: &|_| ControlFlow::Continue(()) };
+    rill_convert::convert(&checkpoint, &plan, dir.path(), &control).expect("it converts");
+    dir
+}
+
+/// Fails instead of waiting for ever.
+pub(crate) fn within_a_minute<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> R {
+    let (done, wait) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        let result = work();
+        let _ = done.send(());
+        result
+    });
+    if let Err(mpsc::RecvTimeoutError::Timeout) = wait.recv_timeout(Duration::from_secs(60)) {
+        panic!("still waiting after a minute");
+    }
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// FNV-1a over the bits of numbers: one value to commit and to compare.
