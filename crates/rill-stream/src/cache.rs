@@ -82,6 +82,25 @@ pub struct CacheCounters {
     pub stall: Duration,
 }
 
+impl CacheCounters {
+    /// What has happened since the counters were `earlier`.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self {
+            wanted: self.wanted - earlier.wanted,
+            hits: self.hits - earlier.hits,
+            lucky: self.lucky - earlier.lucky,
+            ahead_useful: self.ahead_useful - earlier.ahead_useful,
+            demanded: self.demanded - earlier.demanded,
+            ahead_wasted: self.ahead_wasted - earlier.ahead_wasted,
+            demanded_bytes: self.demanded_bytes - earlier.demanded_bytes,
+            ahead_useful_bytes: self.ahead_useful_bytes - earlier.ahead_useful_bytes,
+            ahead_wasted_bytes: self.ahead_wasted_bytes - earlier.ahead_wasted_bytes,
+            stall: self.stall.saturating_sub(earlier.stall),
+        }
+    }
+}
+
 /// What a cache's buffers are in use for. Their sum is the number of buffers, always.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Occupancy {

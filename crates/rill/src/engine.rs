@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rill_format::{Checkpoint, Folder, FormatError};
 use rill_kernels::{Kernels, Pool};
@@ -14,6 +15,7 @@ use serde_json::value::RawValue;
 
 use crate::compute::Compute;
 use crate::config::{AttentionKind, FfnKind, ModelConfig};
+use crate::counters::Paces;
 use crate::error::Error;
 use crate::experts::{ExpertSource, LayerIdx};
 use crate::plan::{Budget, Plan, PlanOptions, Sizes};
@@ -112,7 +114,11 @@ pub trait Observer {
         ControlFlow::Continue(())
     }
 
-    /// A router has chosen: `ids` and `weights` (tokens, top_k), ascending ids within a token.
+    /// A router has chosen for one token: `ids` (top_k), ascending, which may be replaced by others
+    /// that are ascending too. The step fails with [`Error::Routing`] if they are not.
+    fn choose(&mut self, _layer: LayerIdx, _ids: &mut [u32]) {}
+
+    /// A layer's experts are known: `ids` and `weights` (tokens, top_k), ascending ids within a token.
     fn routed(&mut self, _layer: LayerIdx, _ids: &[u32], _weights: &[f32]) {}
 
     /// The final norm has run: `hidden` (positions, hidden) is what the head will get, for the
@@ -143,6 +149,10 @@ pub struct Engine {
     io: Io,
     compute: Compute,
     turns: Turns,
+    pub(crate) paces: Paces,
+    pub(crate) open_time: Duration,
+    /// What had been read when it was open.
+    pub(crate) opening_reads: ReadTotals,
     /// Most experts to read ahead; 0 when there are no slots for them.
     lookahead: usize,
     plan: Plan,
@@ -167,6 +177,7 @@ impl Engine {
         options: &EngineOptions,
         wrap: impl FnOnce(Arc<dyn Storage>) -> Arc<dyn Storage>,
     ) -> Result<Self, Error> {
+        let start = Instant::now();
         let source = source::open(folder)?;
         let config = config_of(&*source)?;
         let bound = weights::check(&*source, &config)?;
@@ -222,7 +233,6 @@ impl Engine {
             weights: loaded.weights,
             trunk,
             experts: Box::new(experts),
-            io,
             source,
             compute: Compute {
                 kernels: match options.kernels {
@@ -232,6 +242,10 @@ impl Engine {
                 pool: Pool::new(threads, &options.cpus)?,
             },
             turns: Turns::default(),
+            paces: Paces::default(),
+            open_time: start.elapsed(),
+            opening_reads: io.totals(),
+            io,
             lookahead: options.lookahead.min(config.moe.n_experts),
             plan,
             ledger,
@@ -382,6 +396,7 @@ impl Engine {
                 Logits::Last => usize::from(i + 1 == n_chunks),
             };
             let _turn = self.turns.wait();
+            let start = Instant::now();
             session.save();
             // Inside the pool, so that the many small splits below need no hand-over.
             let step = self.compute.pool.install(|| {
@@ -396,6 +411,7 @@ impl Engine {
             });
             step.inspect_err(|_| session.roll_back())?;
             session.position += chunk.len();
+            self.paces.add(chunk.len(), tokens.len(), start.elapsed());
         }
         drop(logits_lease);
         Ok(out)
@@ -559,8 +575,9 @@ impl Engine {
                 if n == 1 && self.lookahead > 0 {
                     self.look_ahead(index.0 + 1, raw);
                 }
-                let (y, routing) =
-                    moe::forward(compute, config, weights, matrices, experts, index, &x, n)?;
+                let (y, routing) = moe::forward(
+                    compute, config, weights, matrices, experts, index, &x, n, observer,
+                )?;
                 observer.routed(index, &routing.ids, &routing.weights);
                 Ok(y)
             }

@@ -101,6 +101,18 @@ pub enum Error {
         source: Box<ExpertError>,
     },
 
+    /// An observer chose experts that cannot be.
+    #[error(
+        "experts {ids:?} were chosen for layer {layer}; an observer must leave ids ascending and \
+         below the number of experts"
+    )]
+    Routing {
+        /// Layer.
+        layer: LayerIdx,
+        /// What was chosen.
+        ids: Vec<u32>,
+    },
+
     /// The memory budget is below the least that works.
     #[error(
         "a memory budget of {} bytes is below the floor of {} bytes; this is the least there is:\n\

@@ -64,6 +64,7 @@ pub struct Generation<'a> {
     logits: Vec<f32>,
     /// Yielded but not yet run.
     pending: Option<u32>,
+    observer: Option<&'a mut (dyn Observer + Send)>,
     finish: Option<FinishReason>,
 }
 
@@ -75,10 +76,21 @@ impl Engine {
         prompt: &[u32],
         options: GenerateOptions,
     ) -> Result<Generation<'a>, Error> {
+        self.generate_observed(session, prompt, options, None)
+    }
+
+    /// [`generate`](Self::generate) with an observer of every step.
+    pub fn generate_observed<'a>(
+        &'a self,
+        session: &'a mut Session,
+        prompt: &[u32],
+        options: GenerateOptions,
+        mut observer: Option<&'a mut (dyn Observer + Send)>,
+    ) -> Result<Generation<'a>, Error> {
         let sampler = Sampler::new(options.sampling)?;
-        let mut observer = StopWhen(options.cancel.clone());
+        let mut stop = StopWhen { cancel: &options.cancel, inner: &mut observer };
         let mut finish = None;
-        let logits = match self.forward_observed(session, prompt, Logits::Last, &mut observer) {
+        let logits = match self.forward_observed(session, prompt, Logits::Last, &mut stop) {
             Err(Error::Cancelled) => {
                 finish = Some(FinishReason::Cancelled);
                 Vec::new()
@@ -94,6 +106,7 @@ impl Engine {
             remaining: options.max_tokens,
             logits,
             pending: None,
+            observer,
             finish,
         })
     }
@@ -113,9 +126,9 @@ impl Generation<'_> {
             return Err(Ok(FinishReason::Length));
         }
         if let Some(token) = self.pending.take() {
-            let mut observer = StopWhen(self.cancel.clone());
+            let mut stop = StopWhen { cancel: &self.cancel, inner: &mut self.observer };
             let logits =
-                self.engine.forward_observed(self.session, &[token], Logits::Last, &mut observer);
+                self.engine.forward_observed(self.session, &[token], Logits::Last, &mut stop);
             self.logits = logits.map_err(|error| match error {
                 Error::Cancelled => Ok(FinishReason::Cancelled),
                 Error::ContextFull { .. } => Ok(FinishReason::ContextFull),
@@ -153,15 +166,38 @@ impl Iterator for Generation<'_> {
     }
 }
 
-/// Ends a step when the flag is set.
-struct StopWhen(Arc<AtomicBool>);
+/// Ends a step when the flag is set, and lets another observer look on.
+struct StopWhen<'a, 'b> {
+    cancel: &'a AtomicBool,
+    inner: &'a mut Option<&'b mut (dyn Observer + Send)>,
+}
 
-impl Observer for StopWhen {
-    fn after_layer(&mut self, _layer: LayerIdx, _hidden: &mut [f32]) -> ControlFlow<()> {
-        if self.0.load(Ordering::Relaxed) {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
+impl Observer for StopWhen<'_, '_> {
+    fn after_layer(&mut self, layer: LayerIdx, hidden: &mut [f32]) -> ControlFlow<()> {
+        if self.cancel.load(Ordering::Relaxed) {
+            return ControlFlow::Break(());
+        }
+        match self.inner {
+            Some(inner) => inner.after_layer(layer, hidden),
+            None => ControlFlow::Continue(()),
+        }
+    }
+
+    fn choose(&mut self, layer: LayerIdx, ids: &mut [u32]) {
+        if let Some(inner) = self.inner {
+            inner.choose(layer, ids);
+        }
+    }
+
+    fn routed(&mut self, layer: LayerIdx, ids: &[u32], weights: &[f32]) {
+        if let Some(inner) = self.inner {
+            inner.routed(layer, ids, weights);
+        }
+    }
+
+    fn normed(&mut self, hidden: &[f32]) {
+        if let Some(inner) = self.inner {
+            inner.normed(hidden);
         }
     }
 }

@@ -22,6 +22,7 @@
 pub mod config;
 
 mod compute;
+mod counters;
 mod describe;
 mod engine;
 mod error;
@@ -34,6 +35,7 @@ mod perplexity;
 pub mod plan;
 pub mod reference;
 mod residual;
+mod routing;
 mod sampler;
 mod session;
 mod source;
@@ -42,6 +44,7 @@ mod trunk;
 mod turns;
 mod weights;
 
+pub use counters::{Bound, Pace, RunCounters};
 pub use describe::{Description, FormatShare, describe};
 pub use engine::{
     Engine, EngineOptions, KernelChoice, Logits, ModelSummary, Observer, open_tokenizer,
@@ -53,9 +56,11 @@ pub use generate::{FinishReason, GenerateOptions, Generation};
 pub use perplexity::Perplexity;
 pub use rill_format::{Checkpoint, Folder, FormatError};
 pub use rill_stream::{
-    CacheCounters, DirectReads, Occupancy, ReadError, ReadTotals, Storage, StreamError,
+    CacheCounters, DirectReads, Occupancy, ReadError, ReadTotals, Storage, StreamError, Trace,
 };
 pub use rill_text::{TextError, Tokenizer, chat};
+pub use routing::{ForcedRouting, RoutingRecorder};
 pub use sampler::{Sampler, Sampling, likelier_first};
 pub use session::Session;
 pub use streamed::CachePolicy;
+pub use trunk::TrunkCounters;

@@ -6,6 +6,7 @@ use rill_kernels::{Kernels, Matrix};
 
 use crate::compute::Compute;
 use crate::config::{Activation, ModelConfig, MoeConfig};
+use crate::engine::Observer;
 use crate::error::{Error, ExpertError};
 use crate::experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 use crate::trunk::UnitBytes;
@@ -44,11 +45,13 @@ pub(crate) fn forward(
     layer: LayerIdx,
     x: &[f32],
     n: usize,
+    observer: &mut (dyn Observer + Send),
 ) -> Result<(Vec<f32>, Routing), Error> {
     let kernels = &compute.kernels;
     let mut scores = compute.matmul(unit.view(weights.gate), x, n);
     kernels.sigmoid(&mut scores);
-    let routing = route(kernels, &config.moe, &scores, &weights.e_score_correction_bias);
+    let bias = &weights.e_score_correction_bias;
+    let routing = route(kernels, &config.moe, &scores, bias, layer, observer)?;
     source.chosen(layer, &routing.ids, config.moe.top_k);
 
     let mut y = match &weights.latent {
@@ -69,11 +72,23 @@ pub(crate) fn forward(
 
 /// Chooses the top k of score plus bias for every token and weighs them by the score alone.
 /// `scores` (n, experts).
-fn route(kernels: &Kernels, moe: &MoeConfig, scores: &[f32], bias: &[f32]) -> Routing {
+fn route(
+    kernels: &Kernels,
+    moe: &MoeConfig,
+    scores: &[f32],
+    bias: &[f32],
+    layer: LayerIdx,
+    observer: &mut (dyn Observer + Send),
+) -> Result<Routing, Error> {
     let mut routing = Routing { ids: Vec::new(), weights: Vec::new() };
     for scores in scores.chunks_exact(moe.n_experts) {
         let biased: Vec<f32> = scores.iter().zip(bias).map(|(s, b)| s + b).collect();
-        let ids = top_k(&biased, moe.top_k);
+        let mut ids = top_k(&biased, moe.top_k);
+        observer.choose(layer, &mut ids);
+        let exist = ids.last().is_none_or(|&id| (id as usize) < moe.n_experts);
+        if !exist || !ids.is_sorted_by(|a, b| a < b) {
+            return Err(Error::Routing { layer, ids });
+        }
         let mut weights: Vec<f32> = ids.iter().map(|&id| scores[id as usize]).collect();
         let total = if moe.renormalize { kernels.sum(&weights) + 1e-20 } else { 1.0 };
         for w in &mut weights {
@@ -82,7 +97,7 @@ fn route(kernels: &Kernels, moe: &MoeConfig, scores: &[f32], bias: &[f32]) -> Ro
         routing.ids.extend(ids);
         routing.weights.extend(weights);
     }
-    routing
+    Ok(routing)
 }
 
 /// Indices of the k largest values, ascending. Equal values go to the lower index; NaN is below
