@@ -40,8 +40,10 @@ pub(crate) enum Command {
     Verify(VerifyArgs),
     /// Make a container of a real model's shape and random weights, to measure with
     Synth(SynthArgs),
-    /// Study which experts tokens used
+    /// Record which experts tokens use, and study it
     Trace(TraceArgs),
+    /// Measure how fast a model runs, and what it waits for
+    Bench(BenchArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -52,7 +54,7 @@ pub(crate) struct ModelArgs {
     pub(crate) model: Option<PathBuf>,
 }
 
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Engine")]
 pub(crate) struct EngineArgs {
     /// Memory that the process may take, such as 64M, 8G or 1.5G; 0 means what this machine can
@@ -69,9 +71,9 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_enum, default_value_t = Cache::Scored)]
     pub(crate) cache: Cache,
 
-    /// Experts of the next layer that are read before it has chosen, at most
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(0..=1024))]
-    pub(crate) lookahead: u16,
+    /// Experts of the next layer that are read before it has chosen, at most; 4 unless given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) lookahead: Option<u16>,
 
     /// Threads that read; 0 means as many as are useful on most drives
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=256))]
@@ -178,9 +180,13 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) stop: Vec<String>,
 
-    /// Print no statistics
+    /// Print no statistics and no progress
     #[arg(short, long)]
     pub(crate) quiet: bool,
+
+    /// Write what was read, waited for and computed to a file, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) stats_json: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
@@ -470,8 +476,87 @@ pub(crate) struct TraceArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum TraceCommand {
+    /// Run a text and what the model continues it with, and record the experts of every token
+    Record(RecordArgs),
     /// Replay recorded routing against an expert cache on paper: what share of uses needs no read
     Replay(ReplayArgs),
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct RecordArgs {
+    #[command(flatten)]
+    pub(crate) text: TextArgs,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+
+    /// File to write, for `rill trace replay` and `rill bench --routing`
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+
+    /// Most tokens to generate after the text; the last of them is not run, so it is not recorded
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 64, value_parser = whole_number)]
+    pub(crate) max_tokens: usize,
+
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) command: BenchCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Tokens one by one, as an answer is written
+    Decode(DecodeArgs),
+    /// A prompt, all at once
+    Prefill(PrefillArgs),
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DecodeArgs {
+    /// Tokens to measure
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) tokens: u32,
+
+    /// Tokens of a prompt before them, which is not measured
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub(crate) prompt: u32,
+
+    #[command(flatten)]
+    pub(crate) measure: MeasureArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct PrefillArgs {
+    /// Tokens of the prompt
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) prompt: u32,
+
+    #[command(flatten)]
+    pub(crate) measure: MeasureArgs,
+}
+
+/// What all measurements take.
+#[derive(Debug, clap::Args)]
+pub(crate) struct MeasureArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+
+    /// Have tokens use the experts of a recording (see `rill trace record`) instead of the router's,
+    /// so that reads are realistic whatever the weights; experts are then not read ahead unless
+    /// --lookahead says so
+    #[arg(long, value_name = "FILE")]
+    pub(crate) routing: Option<PathBuf>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
 }
 
 #[derive(Debug, clap::Args)]

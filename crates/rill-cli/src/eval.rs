@@ -7,13 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
-use rill::{Engine, Error, LayerIdx, Logits, Observer, Perplexity, Tokenizer, likelier_first};
+use rill::{
+    Engine, Error, LayerIdx, Logits, Observer, Perplexity, RunCounters, Tokenizer, likelier_first,
+};
 use serde_json::json;
 
 use crate::args::EvalArgs;
 use crate::model::{Model, Needs};
 use crate::output::{Outcome, interrupt_flag, print, write_file};
-use crate::prompt;
+use crate::{prompt, stats};
 
 /// Positions whose logits are computed and written at a time.
 const POSITIONS: usize = 64;
@@ -47,7 +49,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<Outcome> {
             None => return Ok(Outcome::Interrupted),
         },
     };
-    show(args, &ids, &last, tokenizer.as_ref())?;
+    show(args, &ids, &last, tokenizer.as_ref(), &engine.counters())?;
     Ok(Outcome::Done)
 }
 
@@ -116,7 +118,13 @@ fn write_header(out: &mut dyn Write, n: usize, vocab: usize) -> Result<()> {
     Ok(())
 }
 
-fn show(args: &EvalArgs, ids: &[u32], logits: &[f32], tokenizer: Option<&Tokenizer>) -> Result<()> {
+fn show(
+    args: &EvalArgs,
+    ids: &[u32],
+    logits: &[f32],
+    tokenizer: Option<&Tokenizer>,
+    counters: &RunCounters,
+) -> Result<()> {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weight = |l: f32| f64::from(l - max).exp();
     let total: f64 = logits.iter().map(|&l| weight(l)).sum();
@@ -136,7 +144,9 @@ fn show(args: &EvalArgs, ids: &[u32], logits: &[f32], tokenizer: Option<&Tokeniz
                 json!({ "id": id, "text": text, "logit": logit, "probability": probability })
             })
             .collect();
-        return print(format!("{}\n", json!({ "input_ids": ids, "next": top })));
+        let counters = stats::json(counters);
+        let all = json!({ "input_ids": ids, "next": top, "counters": counters });
+        return print(format!("{all}\n"));
     }
     let mut table = format!("{:>8} {:>11} {:>9}  token\n", "id", "probability", "logit");
     for (id, text, logit, probability) in rows {
@@ -166,7 +176,13 @@ fn perplexity(args: &EvalArgs, path: &Path) -> Result<Outcome> {
     let result = result?;
     let (perplexity, tokens, windows) = (result.perplexity, result.tokens, result.windows);
     if args.json {
-        let result = json!({ "perplexity": perplexity, "tokens": tokens, "windows": windows });
+        let counters = stats::json(&engine.counters());
+        let result = json!({
+            "perplexity": perplexity,
+            "tokens": tokens,
+            "windows": windows,
+            "counters": counters,
+        });
         print(format!("{result}\n"))?;
     } else {
         print(format!("perplexity {perplexity:.4} over {tokens} tokens in {windows} windows\n"))?;

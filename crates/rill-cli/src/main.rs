@@ -1,6 +1,7 @@
 //! The `rill` program: a client of the library like any other.
 
 mod args;
+mod bench;
 mod bundle;
 mod convert;
 mod eval;
@@ -8,9 +9,11 @@ mod info;
 mod model;
 mod output;
 mod plan;
+mod progress;
 mod prompt;
 mod run;
 mod selftest;
+mod stats;
 mod synth;
 mod tokens;
 mod trace;
@@ -35,6 +38,7 @@ fn main() -> ExitCode {
         Command::Verify(args) => convert::verify(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Trace(args) => trace::run(&args),
+        Command::Bench(args) => bench::run(&args),
     };
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,

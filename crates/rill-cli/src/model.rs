@@ -58,6 +58,7 @@ impl Model {
 }
 
 pub(crate) fn options(args: &EngineArgs, needs: Needs) -> EngineOptions {
+    let usual = EngineOptions::default();
     EngineOptions {
         budget_bytes: args.budget,
         context: args.ctx.map_or(needs.context, |ctx| ctx as usize),
@@ -74,10 +75,10 @@ pub(crate) fn options(args: &EngineArgs, needs: Needs) -> EngineOptions {
             Cache::Lfu => CachePolicy::Lfu,
             Cache::Scored => CachePolicy::Scored,
         },
-        lookahead: args.lookahead.into(),
+        lookahead: args.lookahead.map_or(usual.lookahead, usize::from),
         readers: args.readers.into(),
         direct: !args.no_direct,
         verify: args.verify == Switch::On,
-        ..EngineOptions::default()
+        ..usual
     }
 }

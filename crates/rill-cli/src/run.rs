@@ -10,8 +10,9 @@ use rill_text::{StopMatcher, Utf8Stream};
 
 use crate::args::RunArgs;
 use crate::model::{Model, Needs};
-use crate::output::{Outcome, interrupt_flag, note, print};
-use crate::prompt;
+use crate::output::{Outcome, interrupt_flag, note, print, write_file};
+use crate::progress::Progress;
+use crate::{prompt, stats};
 
 /// Least context that memory is set aside for unless `--ctx` says otherwise.
 const USUAL_CONTEXT: usize = 4096;
@@ -36,10 +37,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
         stop_tokens: None,
         cancel: cancel.clone(),
     };
-    let reads_before = engine.reads();
     let start = Instant::now();
     let mut session = engine.new_session();
-    let mut generation = engine.generate(&mut session, &ids, options)?;
+    let mut progress = Progress::new(&model.config, args.quiet);
+    let mut generation =
+        engine.generate_observed(&mut session, &ids, options, Some(&mut progress))?;
     let prefill = start.elapsed();
 
     let mut reply = Reply::new(reader, args);
@@ -60,17 +62,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     reply.finish()?;
     let total = start.elapsed();
     let finish = generation.finish_reason();
+    let counters = engine.counters();
     if !args.quiet {
-        let reads = engine.reads();
-        let tokens = session.position().max(1) as f64;
         note(&format!(
-            "prompt {}; generated {}; experts {:.3} MB/token, read at {:.2} GB/s; {} threads, {} \
-             kernels{}",
+            "prompt {}; generated {}; {} threads, {} kernels{}\n{}",
             rate(ids.len(), prefill),
             rate(n_tokens, total - prefill),
-            (reads.bytes - reads_before.bytes) as f64 / 1e6 / tokens,
-            (reads.bytes - reads_before.bytes) as f64
-                / (reads.busy - reads_before.busy).as_nanos().max(1) as f64,
             engine.threads(),
             engine.kernels(),
             match finish {
@@ -79,7 +76,14 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
                 Some(FinishReason::Cancelled) => "; interrupted",
                 _ => "",
             },
+            stats::lines(&counters),
         ));
+    }
+    if let Some(path) = &args.stats_json {
+        write_file(path, |out| {
+            writeln!(out, "{:#}", stats::json(&counters))?;
+            Ok(Outcome::Done)
+        })?;
     }
     match failure {
         Some(error) => Err(error.into()),

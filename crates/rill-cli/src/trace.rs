@@ -1,17 +1,50 @@
-//! `rill trace`: what recorded routing says about caches.
+//! `rill trace`: recorded routing, and what it says about caches.
+
+use std::sync::atomic::Ordering;
 
 use anyhow::Result;
+use rill::{GenerateOptions, RoutingRecorder};
 use rill_stream::policy::{DecayedLfu, Lru, Scored};
 use rill_stream::{Geometry, Policy, Report, Trace, optimal, replay};
 use serde_json::json;
 
-use crate::args::{CachePolicy, ReplayArgs, TraceArgs, TraceCommand};
-use crate::output::{Outcome, print};
+use crate::args::{CachePolicy, RecordArgs, ReplayArgs, TraceArgs, TraceCommand};
+use crate::model::{Model, Needs};
+use crate::output::{Outcome, interrupt_flag, print};
+use crate::prompt;
 
 pub(crate) fn run(args: &TraceArgs) -> Result<Outcome> {
     match &args.command {
+        TraceCommand::Record(args) => record(args),
         TraceCommand::Replay(args) => show_replay(args),
     }
+}
+
+fn record(args: &RecordArgs) -> Result<Outcome> {
+    let text = prompt::prompt(&args.text)?;
+    let model = Model::find(&args.model)?;
+    let text = model.tokenizer()?.encode_text_bytes(&text);
+    let ids = [vec![model.config.bos_token_id], text].concat();
+    let context = ids.len().saturating_add(args.max_tokens);
+    let engine = model.open(&args.engine, Needs { context, logits: 1 })?;
+    let cancel = interrupt_flag()?;
+    let options = GenerateOptions {
+        max_tokens: args.max_tokens,
+        cancel: cancel.clone(),
+        ..GenerateOptions::default()
+    };
+    let mut recorder = RoutingRecorder::new(&model.config);
+    let mut session = engine.new_session();
+    for token in engine.generate_observed(&mut session, &ids, options, Some(&mut recorder))? {
+        token?;
+    }
+    if cancel.load(Ordering::Relaxed) {
+        return Ok(Outcome::Interrupted);
+    }
+    let trace = recorder.trace()?;
+    trace.write(&args.out, engine.source_kind())?;
+    print(format!("{}: {} tokens\n", args.out.display(), trace.n_tokens()))?;
+    Ok(Outcome::Done)
 }
 
 fn show_replay(args: &ReplayArgs) -> Result<Outcome> {

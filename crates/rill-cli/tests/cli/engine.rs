@@ -36,7 +36,14 @@ fn malformed_values_are_wrong_usage_with_every_command() {
 }
 
 /// Commands that open an engine.
-const COMPUTING: &[&[&str]] = &[&["run", QUESTION], &["eval", "x"], &["selftest"]];
+const COMPUTING: &[&[&str]] = &[
+    &["run", QUESTION],
+    &["eval", "x"],
+    &["selftest"],
+    &["bench", "decode"],
+    &["bench", "prefill"],
+    &["trace", "record", "--out", "never-written", "x"],
+];
 
 #[test]
 fn a_budget_below_the_floor_is_refused_with_the_plan() {

@@ -1,6 +1,7 @@
 //! The program as its users meet it: real processes, their output and their exit codes.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+mod bench;
 mod broken;
 mod common;
 mod convert;

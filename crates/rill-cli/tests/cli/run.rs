@@ -125,11 +125,22 @@ fn a_stop_text_is_found_across_tokens_and_not_printed() {
 #[test]
 fn statistics_go_to_standard_error_and_quiet_leaves_them_out() {
     let ended = rill(["run", QUESTION]);
-    for part in ["prompt 41 tokens in", "generated ", "tokens/s", "MB/token", "threads", "kernels"]
-    {
+    for part in [
+        "prompt 41 tokens in",
+        "generated ",
+        "tokens/s",
+        "threads",
+        "kernels",
+        "MB/token",
+        "GB/s",
+        "of the trunk",
+        "% resident",
+        "bound by ",
+        "opened in ",
+    ] {
         assert!(ended.stderr.contains(part), "no {part:?} in {}", ended.stderr);
     }
-    assert_eq!(ended.stderr.lines().count(), 1);
+    assert_eq!(ended.stderr.lines().count(), 3);
     assert_eq!(ended.done(), ANSWER);
     for quiet in ["-q", "--quiet"] {
         let ended = rill(["run", quiet, QUESTION]);
@@ -164,4 +175,27 @@ fn output_is_printed_as_it_is_generated() {
     assert!(child.try_wait().unwrap().is_none());
     child.kill().unwrap();
     child.wait().unwrap();
+}
+
+#[test]
+fn statistics_are_written_as_json_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("stats.json");
+    let text = rill(args!["run", "-q", "-n", "5", "--stats-json", &path, QUESTION]).done();
+    assert!(ANSWER.starts_with(text.trim_end()));
+    let stats: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    // The last token is not run.
+    assert_eq!((&stats["prefill"]["tokens"], &stats["decode"]["tokens"]), (&41.into(), &4.into()));
+    let read = |key: &str| stats["read_bytes"][key].as_u64().unwrap();
+    assert_eq!(read("trunk"), 0, "it fits");
+    assert!(read("experts_demanded") > 0);
+    let experts = |key: &str| stats["experts"][key].as_u64().unwrap();
+    let found = ["resident", "lucky", "ahead", "demanded"].map(experts);
+    assert_eq!(found.iter().sum::<u64>(), experts("wanted"));
+    assert!((0.0..=1.0).contains(&stats["stall_share"].as_f64().unwrap()));
+    assert!(["disk", "arithmetic"].contains(&stats["bound"].as_str().unwrap()));
+    let nowhere = folder.path().join("no/such/folder");
+    let ended = rill(args!["run", "-q", "-n", "1", "--stats-json", nowhere, QUESTION]);
+    assert_eq!(ended.code, Some(1), "{}", ended.stderr);
+    assert!(ended.stderr.contains("cannot write "), "{}", ended.stderr);
 }

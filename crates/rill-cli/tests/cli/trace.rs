@@ -83,3 +83,29 @@ fn sizes_of_a_cache_that_make_no_sense_are_wrong_usage() {
     rill(args!["trace", "replay", repository(RECORDING)].into_iter().chain(both.map(Into::into)))
         .misused();
 }
+
+#[test]
+fn a_recorded_run_can_be_replayed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.safetensors");
+    let text = "It was a dark and stormy night";
+    let n_text = 1 + rill(["tokenize", text]).done().split(',').count();
+    let said = rill(args!["trace", "record", "--out", &path, "-n", "6", text]).done();
+    // The last token that is generated is not run.
+    assert!(said.ends_with(&format!(": {} tokens\n", n_text + 5)), "{said}");
+    let shown = rill(args!["trace", "replay", &path, "--share", "10,100"]).done();
+    assert!(shown.starts_with(&format!("{} tokens, ", n_text + 5)), "{shown}");
+
+    // The same routing whatever the budget.
+    let again = folder.path().join("again.safetensors");
+    let mut small = args!["trace", "record", "--out", &again, "-n", "6", text];
+    let floor = crate::engine::floor(&small).to_string();
+    small.extend(args!["--budget", floor]);
+    rill(&small).done();
+    assert_eq!(fs::read(&path).unwrap(), fs::read(&again).unwrap());
+
+    rill(["trace", "record", text]).misused();
+    let nowhere = folder.path().join("no/such/folder");
+    let error = rill(args!["trace", "record", "-n", "1", "--out", nowhere, text]).failed();
+    assert!(error.contains("no/such/folder"), "{error}");
+}

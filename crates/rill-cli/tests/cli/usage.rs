@@ -66,6 +66,12 @@ fn the_help_of_every_command_names_what_it_takes() {
         (&["run"], ENGINE),
         (&["eval"], ENGINE),
         (&["selftest"], ENGINE),
+        (&["trace", "record"], ENGINE),
+        (&["bench", "decode"], ENGINE),
+        (&["bench", "prefill"], ENGINE),
+        (&["trace", "record"], &["[TEXT]", "--out", "--max-tokens", "--model"]),
+        (&["bench", "decode"], &["--tokens", "--prompt", "--routing", "--json", "--model"]),
+        (&["bench", "prefill"], &["--prompt", "--routing", "--json", "--model"]),
     ] {
         let help = rill(command.iter().chain(&["--help"])).done();
         for part in parts {

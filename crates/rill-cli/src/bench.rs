@@ -1,0 +1,120 @@
+//! `rill bench`: how fast a model runs.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Result;
+use rill::{Engine, Error, ForcedRouting, LayerIdx, Logits, Observer, RunCounters, Session, Trace};
+use serde_json::json;
+
+use crate::args::{BenchArgs, BenchCommand, MeasureArgs};
+use crate::model::{Model, Needs};
+use crate::output::{Outcome, interrupt_flag, print};
+use crate::progress::Progress;
+use crate::stats;
+
+pub(crate) fn run(args: &BenchArgs) -> Result<Outcome> {
+    let (measure, n_prompt, n_tokens) = match &args.command {
+        BenchCommand::Decode(args) => (&args.measure, args.prompt as usize, args.tokens as usize),
+        BenchCommand::Prefill(args) => (&args.measure, args.prompt as usize, 0),
+    };
+    let trace = measure.routing.as_deref().map(Trace::read).transpose()?;
+    let model = Model::find(&measure.model)?;
+    let mut engine_args = measure.engine.clone();
+    if trace.is_some() {
+        // The model's own router knows nothing of what the recording will choose.
+        engine_args.lookahead.get_or_insert(0);
+    }
+    let forced =
+        trace.as_ref().map(|trace| ForcedRouting::new(trace, &model.config)).transpose()?;
+    let needs = Needs { context: n_prompt + n_tokens, logits: 1 };
+    let engine = model.open(&engine_args, needs)?;
+    let progress = Progress::new(&model.config, false);
+    let mut watch = Watch { interrupted: interrupt_flag()?, forced, progress };
+
+    let mut session = engine.new_session();
+    let ids = arbitrary_ids(n_prompt + n_tokens, model.config.vocab_size);
+    let (prompt, tokens) = ids.split_at(n_prompt);
+    let mut before = engine.counters();
+    if !prompt.is_empty() && !step(&engine, &mut session, prompt, &mut watch)? {
+        return Ok(Outcome::Interrupted);
+    }
+    if n_tokens > 0 {
+        before = engine.counters();
+    }
+    for id in tokens {
+        if !step(&engine, &mut session, &[*id], &mut watch)? {
+            return Ok(Outcome::Interrupted);
+        }
+    }
+    show(measure, &engine, &engine.counters().since(&before))?;
+    Ok(Outcome::Done)
+}
+
+/// Runs tokens; false when interrupted.
+fn step(
+    engine: &Engine,
+    session: &mut Session,
+    tokens: &[u32],
+    watch: &mut Watch<'_>,
+) -> Result<bool> {
+    match engine.forward_observed(session, tokens, Logits::Last, watch) {
+        Ok(_) => Ok(true),
+        Err(Error::Cancelled) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn show(args: &MeasureArgs, engine: &Engine, counters: &RunCounters) -> Result<()> {
+    if args.json {
+        let facts = json!({
+            "source": engine.source_kind(),
+            "threads": engine.threads(),
+            "kernels": engine.kernels(),
+            "budget_bytes": engine.plan().options.budget_bytes,
+            "expert_slots": engine.plan().expert_slots,
+            "forced_routing": args.routing.is_some(),
+            "counters": stats::json(counters),
+        });
+        return print(format!("{facts:#}\n"));
+    }
+    let pace = counters.pace();
+    print(format!(
+        "{} tokens in {:.2} s, {:.2} tokens/s; {} threads, {} kernels; waiting {:.0} % of the time\n{}\n",
+        pace.tokens,
+        pace.time.as_secs_f64(),
+        pace.tokens_per_second(),
+        engine.threads(),
+        engine.kernels(),
+        100.0 * counters.stall_share(),
+        stats::lines(counters),
+    ))
+}
+
+/// Ids spread over the vocabulary, the same every time.
+fn arbitrary_ids(n: usize, vocab_size: usize) -> Vec<u32> {
+    (0..n as u64).map(|i| (i * 7919 % vocab_size.max(1) as u64) as u32).collect()
+}
+
+/// Ends a step when interrupted, shows how far it is, and forces its experts.
+struct Watch<'a> {
+    interrupted: Arc<AtomicBool>,
+    forced: Option<ForcedRouting<'a>>,
+    progress: Progress,
+}
+
+impl Observer for Watch<'_> {
+    fn after_layer(&mut self, layer: LayerIdx, hidden: &mut [f32]) -> ControlFlow<()> {
+        if self.interrupted.load(Ordering::Relaxed) {
+            return ControlFlow::Break(());
+        }
+        self.progress.after_layer(layer, hidden)
+    }
+
+    fn choose(&mut self, layer: LayerIdx, ids: &mut [u32]) {
+        if let Some(forced) = &mut self.forced {
+            forced.choose(layer, ids);
+        }
+    }
+}

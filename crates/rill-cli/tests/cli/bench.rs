@@ -1,0 +1,63 @@
+//! `rill bench`.
+
+use serde_json::Value;
+
+use crate::common::{args, repository, rill};
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap()
+}
+
+#[test]
+fn decoding_and_prompts_are_measured_apart() {
+    let shown = json(&rill(["bench", "decode", "--tokens", "5", "--prompt", "9", "--json"]).done());
+    let counters = &shown["counters"];
+    assert_eq!(counters["decode"]["tokens"], 5);
+    assert_eq!(counters["prefill"]["tokens"], 0, "the prompt is not measured");
+    let shown = json(&rill(["bench", "prefill", "--prompt", "40", "--json"]).done());
+    assert_eq!(shown["counters"]["prefill"]["tokens"], 40);
+    assert_eq!(shown["forced_routing"], false);
+    let text = rill(["bench", "decode", "--tokens", "3", "--prompt", "0"]).done();
+    for part in ["3 tokens in", "tokens/s", "MB/token", "GB/s", "% resident", "% of the time"] {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+}
+
+#[test]
+fn recorded_routing_decides_what_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.safetensors");
+    rill(args!["trace", "record", "--out", &path, "-n", "0", "Call"]).done();
+    let replayed = json(&rill(args!["trace", "replay", &path, "--json"]).done());
+    let n_recorded = replayed["n_tokens"].as_u64().unwrap();
+    let distinct = replayed["replays"][0]["distinct"].as_u64().unwrap();
+
+    // All experts fit, so each of the recorded ones is read once, however often it comes again.
+    let base = args!["bench", "decode", "--tokens", "20", "--prompt", "0", "--json"];
+    let mut forced = base.clone();
+    forced.extend(args!["--routing", &path]);
+    let shown = json(&rill(&forced).done());
+    assert_eq!(shown["forced_routing"], true);
+    let experts = &shown["counters"]["experts"];
+    assert_eq!(experts["demanded"], distinct);
+    assert_eq!(
+        experts["wanted"],
+        replayed["replays"][0]["uses"].as_u64().unwrap() * 20 / n_recorded
+    );
+    assert_eq!(experts["ahead"], 0, "nothing is read ahead of recorded routing");
+    let free = json(&rill(&base).done());
+    let demanded = free["counters"]["experts"]["demanded"].as_u64().unwrap();
+    let ahead = free["counters"]["experts"]["ahead"].as_u64().unwrap();
+    assert!(demanded + ahead > distinct, "20 tokens of its own use more than {distinct}");
+}
+
+#[test]
+fn routing_of_another_model_is_refused() {
+    let other = repository("crates/rill-stream/tests/data/kimi_linear_300_tokens.safetensors");
+    let error = rill(args!["bench", "decode", "--routing", other]).failed();
+    assert!(error.contains("number of experts should be"), "{error}");
+    let missing = repository("no.safetensors");
+    assert!(
+        rill(args!["bench", "prefill", "--routing", missing]).failed().contains("no.safetensors")
+    );
+}
