@@ -276,6 +276,39 @@ fn a_failed_read_names_its_record_and_the_next_request_works() {
     assert_eq!(total(&cache), 6);
 }
 
+/// Records that nothing is known of but where they are, as in a published checkpoint.
+struct Unchecked(Checked);
+
+impl Records for Unchecked {
+    fn extents(&self, key: ExpertKey) -> Vec<Extent> {
+        self.0.extents(key)
+    }
+
+    fn check(&self, _: ExpertKey, _: Record<'_>) -> Result<(), Box<dyn Error + Send + Sync>> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_file_that_ends_early_is_noticed_without_checksums() {
+    let last = ExpertKey { layer: LAYERS - 1, expert: EXPERTS - 1 };
+    let end = offset(last) + RECORD_BYTES;
+    let block = READ_ALIGN as u64;
+    // In the middle of a block, at its edge, and before the record's first byte.
+    for bytes in [end - 1, end / block * block, (end / block - 1) * block, offset(last) - block] {
+        let mut drive = Faulty::new(1);
+        drive.bytes.truncate(bytes as usize);
+        let drive = Arc::new(drive);
+        let read = ReadOptions { threads: 2, piece_bytes: READ_ALIGN };
+        let readers = Arc::new(Readers::new(drive.clone(), read).expect("threads to start"));
+        let records = Arc::new(Unchecked(Checked(drive)));
+        let policy = Box::new(Newest::default());
+        let cache = ExpertCache::new(readers, records, policy, options(4, 2, 0)).unwrap();
+        let error = cache.fetch(last.layer, &[last.expert], &mut |_, _| ()).unwrap_err();
+        assert!(matches!(*error.source, ReadError::Short { .. }), "{bytes}: {error}");
+    }
+}
+
 #[test]
 fn a_consumer_that_panics_leaves_nothing_behind() {
     let drive = Arc::new(Faulty::new(1));
