@@ -78,6 +78,8 @@ pub struct CacheCounters {
     pub ahead_useful_bytes: u64,
     /// Bytes of `ahead_wasted`.
     pub ahead_wasted_bytes: u64,
+    /// Bytes of records that were read before anything was asked for.
+    pub preloaded_bytes: u64,
     /// Time spent waiting for records.
     pub stall: Duration,
 }
@@ -96,6 +98,7 @@ impl CacheCounters {
             demanded_bytes: self.demanded_bytes - earlier.demanded_bytes,
             ahead_useful_bytes: self.ahead_useful_bytes - earlier.ahead_useful_bytes,
             ahead_wasted_bytes: self.ahead_wasted_bytes - earlier.ahead_wasted_bytes,
+            preloaded_bytes: self.preloaded_bytes - earlier.preloaded_bytes,
             stall: self.stall.saturating_sub(earlier.stall),
         }
     }
@@ -193,6 +196,27 @@ impl ExpertCache {
     /// The policy learns what one token chose in a layer. Tell it before the fetch.
     pub fn used(&self, layer: u32, experts: &[u32]) {
         self.inner.lock().policy.used(layer, experts);
+    }
+
+    /// Reads records into free buffers and keeps them, as far as there are buffers for what the policy
+    /// keeps: what is asked for meanwhile comes first. A record that cannot be read is left out.
+    pub fn preload(&self, keys: impl IntoIterator<Item = ExpertKey>) {
+        let mut state = self.inner.lock();
+        for key in keys {
+            if state.residents >= state.keep {
+                break;
+            }
+            if state.entries.contains_key(&key) {
+                continue;
+            }
+            let Some(buffer) = state.spare.pop() else { break };
+            self.start(&mut state, key, buffer, Priority::Maybe);
+            state.residents += 1;
+            state.policy.inserted(key);
+            let entry = state.entries.get_mut(&key).expect("just made");
+            entry.keep = Keep::Resident;
+            state.counters.preloaded_bytes += entry.bytes;
+        }
     }
 
     /// Records of a later layer that are likely to be asked for, the likeliest first. They are read
@@ -459,8 +483,15 @@ impl Inner {
             }
             Err(error) => {
                 entry.stage = Stage::Failed(Arc::new(error));
+                let preloaded = entry.keep == Keep::Resident;
+                let unclaimed = entry.waiting == 0;
+                if preloaded {
+                    entry.keep = Keep::Loose;
+                    state.residents -= 1;
+                    state.policy.removed(key);
+                }
                 // Nobody hears of a failure to read ahead; whoever wants the record tries again.
-                if entry.waiting == 0 {
+                if unclaimed {
                     state.entries.remove(&key);
                     state.ahead.retain(|&other| other != key);
                 }
@@ -556,7 +587,8 @@ impl State {
 
     fn victim(&mut self) -> Option<ExpertKey> {
         let entries = &self.entries;
-        self.policy.victim(&|key| entries.get(&key).is_none_or(|entry| entry.waiting > 0))
+        let busy = |entry: &Entry| entry.waiting > 0 || entry.is_reading();
+        self.policy.victim(&|key| entries.get(&key).is_none_or(busy))
     }
 
     /// Takes a record that nobody has claimed out of memory.

@@ -235,6 +235,37 @@ fn what_was_read_ahead_is_not_read_again() {
 }
 
 #[test]
+fn what_was_preloaded_is_kept_and_leaves_the_reserve_free() {
+    let drive = Arc::new(Faulty::new(1));
+    let cache = cache(&drive, 2, options(8, 3, 1));
+    cache.preload(every_record());
+    assert_eq!(cache.occupancy().empty, 3);
+    fetch(&cache, &drive, 0, &[0, 1, 2, 3, 4, 5]).unwrap();
+    let counters = cache.counters();
+    assert_eq!((counters.hits, counters.demanded), (5, 1));
+    assert_eq!(counters.preloaded_bytes, 5 * RECORD_BYTES);
+}
+
+#[test]
+fn a_failed_preload_is_forgotten_and_its_record_read_when_it_is_wanted() {
+    let drive = Arc::new(Faulty::new(1));
+    // Every read goes wrong in some way or other.
+    drive.one_in.store(1, Ordering::Relaxed);
+    let cache = cache(&drive, 2, options(8, 3, 0));
+    cache.preload(every_record());
+    while cache.occupancy().reading > 0 {
+        std::thread::yield_now();
+    }
+    drive.one_in.store(0, Ordering::Relaxed);
+    fetch(&cache, &drive, 0, &[0, 1, 2, 3, 4]).expect("the drive is good again");
+    assert_eq!(total(&cache), 8);
+}
+
+fn every_record() -> impl Iterator<Item = ExpertKey> {
+    (0..LAYERS * EXPERTS).map(|i| ExpertKey { layer: i / EXPERTS, expert: i % EXPERTS })
+}
+
+#[test]
 fn reading_ahead_never_takes_the_last_buffers() {
     let drive = Arc::new(Faulty::new(1));
     // No buffer to spare beyond those for what is asked for.
@@ -355,6 +386,7 @@ fn storm(seed: u64, slots: usize, reserve: usize, ahead: usize, readers: usize, 
                 }
             });
         }
+        cache.preload(every_record());
     });
     // What began on the bad drive may still fail, but not for those who ask from now on.
     drive.one_in.store(0, Ordering::Relaxed);

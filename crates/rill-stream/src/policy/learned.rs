@@ -91,6 +91,20 @@ impl Learned {
         self.counts[self.geometry.index(key)]
     }
 
+    /// The `n` records that were used most, those first, as far as any were.
+    #[must_use]
+    pub fn hottest(&self, n: usize) -> Vec<ExpertKey> {
+        let layers = 0..self.geometry.n_layers;
+        let keys = layers.flat_map(|layer| {
+            (0..self.geometry.n_experts).map(move |expert| ExpertKey { layer, expert })
+        });
+        let mut used: Vec<ExpertKey> = keys.filter(|&key| self.count(key) > 0.0).collect();
+        // Stable: equal counts stay in the order of keys.
+        used.sort_by(|&a, &b| self.count(b).total_cmp(&self.count(a)));
+        used.truncate(n);
+        used
+    }
+
     pub(super) fn counts(&self) -> &[f32] {
         &self.counts
     }
