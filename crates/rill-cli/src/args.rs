@@ -88,6 +88,11 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_enum, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_value_t = Switch::On, default_missing_value = "on")]
     pub(crate) verify: Switch,
 
+    /// Remember in this file which experts were used, and begin the next run with those that were used
+    /// most (with --cache scored)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) learn: Option<PathBuf>,
+
     /// Threads that compute; 0 means one for each of --cpus, or per core
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,

@@ -1,6 +1,7 @@
 //! Opening what `-m` names.
 
 use std::fs;
+use std::ops::Deref;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
@@ -9,6 +10,8 @@ use rill::{CachePolicy, Engine, EngineOptions, Error, Folder, KernelChoice, Toke
 
 use crate::args::{Cache, EngineArgs, Kernels, ModelArgs, Switch};
 use crate::bundle;
+use crate::output::note;
+use crate::prompt::usage;
 
 /// The folder that was named, or the demo model.
 pub(crate) fn folder(path: Option<&Path>) -> Result<Folder> {
@@ -47,13 +50,39 @@ impl Model {
     }
 
     /// Opens all of it.
-    pub(crate) fn open(&self, args: &EngineArgs, needs: Needs) -> Result<Engine> {
+    pub(crate) fn open(&self, args: &EngineArgs, needs: Needs) -> Result<Opened> {
+        if args.learn.is_some() && !matches!(args.cache, Cache::Scored) {
+            usage("--learn is for --cache scored: the others learn nothing that lasts");
+        }
         let max_positions = self.config.max_position_embeddings;
         if let Some(ctx) = args.ctx.filter(|&ctx| ctx as usize > max_positions) {
             return Err(Error::ContextFull { positions: ctx as usize, max_positions })
                 .context("--ctx");
         }
-        Ok(Engine::open(self.folder.clone(), &options(args, needs))?)
+        let engine = Engine::open(self.folder.clone(), &options(args, needs))?;
+        if let Some(problem) = engine.learned_problem() {
+            note(&format!("rill: {problem}"));
+        }
+        Ok(Opened(engine))
+    }
+}
+
+/// An engine that saves what it has learned, however the command ends.
+pub(crate) struct Opened(Engine);
+
+impl Deref for Opened {
+    type Target = Engine;
+
+    fn deref(&self) -> &Engine {
+        &self.0
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.save_learned() {
+            note(&format!("rill: {error}"));
+        }
     }
 }
 
@@ -79,6 +108,7 @@ pub(crate) fn options(args: &EngineArgs, needs: Needs) -> EngineOptions {
         readers: args.readers.into(),
         direct: !args.no_direct,
         verify: args.verify == Switch::On,
+        learn: args.learn.clone(),
         ..usual
     }
 }

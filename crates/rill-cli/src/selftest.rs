@@ -22,6 +22,9 @@ struct Case {
 }
 
 pub(crate) fn run(args: &SelftestArgs) -> Result<Outcome> {
+    if args.engine.learn.is_some() {
+        crate::prompt::usage("--learn is for one model, and selftest opens several");
+    }
     let options = |needs| model::options(&args.engine, needs);
     verify(&cases(), bundle::demo(), &options, &|line| print(line + "\n"))
 }

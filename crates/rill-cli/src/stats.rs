@@ -53,6 +53,7 @@ pub(crate) fn json(counters: &RunCounters) -> Value {
             "experts_demanded": experts.demanded_bytes,
             "experts_ahead_useful": experts.ahead_useful_bytes,
             "experts_ahead_wasted": experts.ahead_wasted_bytes,
+            "experts_preloaded": experts.preloaded_bytes,
         },
         "experts": {
             "wanted": experts.wanted,

@@ -2,13 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rill_format::{Checkpoint, Folder, FormatError};
 use rill_kernels::{Kernels, Pool};
+use rill_stream::policy::Learned;
 use rill_stream::{
     CacheCounters, DirectReads, Lease, Ledger, Occupancy, ReadOptions, ReadTotals, Storage,
+    StreamError,
 };
 use rill_text::Tokenizer;
 use serde_json::value::RawValue;
@@ -25,7 +28,7 @@ use crate::streamed::{CachePolicy, ExpertOptions, Io, StreamedExperts};
 use crate::trunk::{Linear, Trunk, TrunkCounters, UnitBytes};
 use crate::turns::Turns;
 use crate::weights::{self, Attention, Ffn, Layer, Weights};
-use crate::{kda, mla, moe, residual};
+use crate::{kda, mla, moe, residual, routing};
 
 /// Rows of the head that are multiplied at a time.
 const HEAD_ROWS: usize = 8192;
@@ -65,6 +68,10 @@ pub struct EngineOptions {
     pub direct: bool,
     /// Check the checksum of everything that is read, for folders that have checksums.
     pub verify: bool,
+    /// File of what earlier runs learned of the experts' use, for [`CachePolicy::Scored`]; it need
+    /// not exist, and [`Engine::save_learned`] writes it. The experts that were used most are read
+    /// in the background.
+    pub learn: Option<PathBuf>,
 }
 
 impl Default for EngineOptions {
@@ -83,6 +90,7 @@ impl Default for EngineOptions {
             readers: 0,
             direct: true,
             verify: true,
+            learn: None,
         }
     }
 }
@@ -149,6 +157,9 @@ pub struct Engine {
     io: Io,
     compute: Compute,
     turns: Turns,
+    /// File and the model's identity in it.
+    learn: Option<(PathBuf, String)>,
+    learned_problem: Option<StreamError>,
     pub(crate) paces: Paces,
     pub(crate) open_time: Duration,
     /// What had been read when it was open.
@@ -228,7 +239,18 @@ impl Engine {
             verify: options.verify,
         };
         let records = source.clone().experts(&config);
-        let experts = StreamedExperts::new(&io, records, &config, experts)?;
+        let learn = options.learn.clone().map(|file| (file, source::identity(&*source)));
+        let (learned, learned_problem) = match &learn {
+            Some((file, identity)) if file.exists() => {
+                match Learned::read(file, identity, routing::geometry(&config)) {
+                    Ok(learned) => (Some(learned), None),
+                    Err(problem) => (None, Some(problem)),
+                }
+            }
+            _ => (None, None),
+        };
+        let learned = learned.as_ref();
+        let experts = StreamedExperts::new(&io, records, &config, experts, learned)?;
         Ok(Self {
             weights: loaded.weights,
             trunk,
@@ -241,6 +263,8 @@ impl Engine {
                 },
                 pool: Pool::new(threads, &options.cpus)?,
             },
+            learn,
+            learned_problem,
             turns: Turns::default(),
             paces: Paces::default(),
             open_time: start.elapsed(),
@@ -338,6 +362,28 @@ impl Engine {
     /// Whether reads go past the operating system's page cache.
     pub fn direct_reads(&self) -> &DirectReads {
         self.io.direct()
+    }
+
+    /// Why the file of [`EngineOptions::learn`] was there and of no use.
+    pub fn learned_problem(&self) -> Option<&StreamError> {
+        self.learned_problem.as_ref()
+    }
+
+    /// What is known of the experts' use by now; `None` if the cache does not learn.
+    pub fn learned(&self) -> Option<Learned> {
+        self.experts.learned()
+    }
+
+    /// Writes that to the file of [`EngineOptions::learn`], which appears whole or not at all. Does
+    /// nothing without such a file.
+    ///
+    /// # Errors
+    /// When the disk does not take it.
+    pub fn save_learned(&self) -> Result<(), Error> {
+        if let (Some((file, identity)), Some(learned)) = (&self.learn, self.learned()) {
+            learned.write(file, identity)?;
+        }
+        Ok(())
     }
 
     /// Opens the tokenizer that lies beside the weights.

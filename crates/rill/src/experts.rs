@@ -9,6 +9,7 @@ use rill_format::{
     Checkpoint, DataExtent, ExpertDims, FormatError, TensorId, Waste, WasteExperts, WasteMatrix,
 };
 use rill_kernels::{Codec, LayoutError, Matrix, Vq};
+use rill_stream::policy::Learned;
 use rill_stream::{CacheCounters, Occupancy, Record};
 
 use crate::config::{ExpertFormat, FfnKind, ModelConfig};
@@ -68,6 +69,11 @@ pub trait ExpertSource: Send + Sync {
 
     /// Names experts that a later layer is likely to want, the likeliest first.
     fn likely(&self, _layer: LayerIdx, _experts: &[u32]) {}
+
+    /// What is worth knowing in the next run, if anything.
+    fn learned(&self) -> Option<Learned> {
+        None
+    }
 
     /// What it has done since it was made.
     fn counters(&self) -> CacheCounters;

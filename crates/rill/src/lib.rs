@@ -55,6 +55,7 @@ pub use experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 pub use generate::{FinishReason, GenerateOptions, Generation};
 pub use perplexity::Perplexity;
 pub use rill_format::{Checkpoint, Folder, FormatError};
+pub use rill_stream::policy::Learned;
 pub use rill_stream::{
     CacheCounters, DirectReads, Occupancy, ReadError, ReadTotals, Storage, StreamError, Trace,
 };

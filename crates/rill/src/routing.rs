@@ -103,7 +103,8 @@ impl Observer for ForcedRouting<'_> {
     }
 }
 
-fn geometry(config: &ModelConfig) -> Geometry {
+/// Mixture layers, and experts of each.
+pub(crate) fn geometry(config: &ModelConfig) -> Geometry {
     let n_layers = moe_layers(config).count() as u32;
     Geometry { n_layers, n_experts: config.moe.n_experts as u32 }
 }

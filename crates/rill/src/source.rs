@@ -583,6 +583,21 @@ impl WeightSource for Waste {
     }
 }
 
+/// Tells models apart: a container's fingerprint, or a digest of all names, formats and shapes.
+pub(crate) fn identity(source: &dyn WeightSource) -> String {
+    source.fingerprint().unwrap_or_else(|| {
+        // A sum, because names come in any order.
+        let digest = source.names().fold(0u64, |sum, name| {
+            let stored = source.find(name);
+            let shape = stored.map(|stored| format!("{:?} {}", stored.form, stored.shape));
+            let mut line = container::Checksum::default();
+            line.update(format!("{name} {}", shape.unwrap_or_default()).as_bytes());
+            sum.wrapping_add(line.finish())
+        });
+        container::hex(digest)
+    })
+}
+
 /// A container's format in the kernels' words.
 pub(crate) fn codec(codec: container::Codec) -> Codec {
     Codec::parse(codec.name.as_str(), codec.group as usize).expect("kernels know every format")

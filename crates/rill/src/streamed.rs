@@ -4,7 +4,7 @@ use std::error::Error as StdError;
 use std::sync::Arc;
 
 use rill_format::{DataExtent, DataFile, DataPlace};
-use rill_stream::policy::{DecayedLfu, Lru, Scored};
+use rill_stream::policy::{DecayedLfu, Learned, Lru, Scored};
 use rill_stream::{
     CacheCounters, CacheOptions, DirectReads, Drive, ExpertCache, ExpertKey, Extent, FetchError,
     FileSpec, Geometry, Occupancy, Place, Placement, Policy, ReadError, ReadOptions, ReadTotals,
@@ -14,6 +14,7 @@ use rill_stream::{
 use crate::config::ModelConfig;
 use crate::error::{Error, ExpertError};
 use crate::experts::{Expert, ExpertId, ExpertRecords, ExpertSource, LayerIdx, moe_layers};
+use crate::routing::geometry;
 
 /// Which experts stay in memory when not all can.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,11 +29,14 @@ pub enum CachePolicy {
 }
 
 impl CachePolicy {
-    fn policy(self, geometry: Geometry) -> Box<dyn Policy> {
+    fn policy(self, geometry: Geometry, learned: Option<&Learned>) -> Box<dyn Policy> {
         match self {
             Self::Lru => Box::new(Lru::new(geometry)),
             Self::Lfu => Box::new(DecayedLfu::new(geometry)),
-            Self::Scored => Box::new(Scored::new(geometry)),
+            Self::Scored => Box::new(match learned {
+                Some(learned) => Scored::from_learned(learned),
+                None => Scored::new(geometry),
+            }),
         }
     }
 }
@@ -112,14 +116,14 @@ impl StreamedExperts {
         records: Arc<dyn ExpertRecords>,
         config: &ModelConfig,
         options: ExpertOptions,
+        learned: Option<&Learned>,
     ) -> Result<Self, Error> {
         let layers: Vec<LayerIdx> = moe_layers(config).map(LayerIdx).collect();
         let mut ranks = vec![u32::MAX; config.layers.len()];
         for (rank, layer) in (0..).zip(&layers) {
             ranks[layer.0] = rank;
         }
-        let geometry =
-            Geometry { n_layers: layers.len() as u32, n_experts: config.moe.n_experts as u32 };
+        let geometry = geometry(config);
         let layers = Arc::new(MoeLayers { layers, ranks });
         let top_k = config.moe.top_k.min(options.slots);
         let ahead = options.lookahead.min(options.slots - top_k);
@@ -134,11 +138,18 @@ impl StreamedExperts {
             layers: layers.clone(),
             verify: options.verify,
         });
-        let policy = options.policy.policy(geometry);
+        let policy = options.policy.policy(geometry, learned);
         let cache = ExpertCache::new(io.readers.clone(), stored, policy, sizes)?;
+        if let Some(learned) = learned {
+            cache.preload(learned.hottest(MAX_PRELOADED));
+        }
         Ok(Self { cache, records, layers })
     }
 }
+
+/// Most records that are read before anything is asked for: reads that wait in a queue make it
+/// slower to find others in it.
+const MAX_PRELOADED: usize = 1024;
 
 /// Bytes that the largest record takes in memory.
 pub(crate) fn slot_bytes(records: &dyn ExpertRecords, config: &ModelConfig) -> usize {
@@ -195,6 +206,10 @@ impl ExpertSource for StreamedExperts {
         if rank != u32::MAX {
             self.cache.hint(rank, experts.to_vec());
         }
+    }
+
+    fn learned(&self) -> Option<Learned> {
+        self.cache.learned()
     }
 
     fn counters(&self) -> CacheCounters {

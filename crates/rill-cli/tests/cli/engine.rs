@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use crate::common::{QUESTION, args, repository, rill};
+use crate::common::{ANSWER, QUESTION, args, repository, rill};
 
 /// The least budget with which a command works, from the message that refuses less.
 pub(crate) fn floor(command: &[OsString]) -> u64 {
@@ -120,4 +120,58 @@ fn a_context_is_as_long_as_it_was_asked_for() {
     let ended = rill(["run", "--raw", "--ctx", "10", "-n", "100", "It was a"]);
     assert!(ended.stderr.contains("the context is full"), "{}", ended.stderr);
     ended.done();
+}
+
+#[test]
+fn what_was_learned_is_used_by_the_next_run_and_spares_it_reads() {
+    let folder = tempfile::tempdir().unwrap();
+    let (learn, stats) = (folder.path().join("learned.json"), folder.path().join("stats.json"));
+    let base = args!["run", "--learn", &learn, "--stats-json", &stats, QUESTION];
+    let run = || {
+        let ended = rill(&base);
+        assert_eq!(ended.stderr.lines().count(), 3, "nothing to complain about: {}", ended.stderr);
+        assert_eq!(ended.done(), ANSWER);
+        let stats: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&stats).unwrap()).unwrap();
+        let of = |key: &str| stats["read_bytes"][key].as_u64().unwrap();
+        (of("experts_preloaded"), of("experts_demanded"))
+    };
+    let (preloaded, demanded) = run();
+    assert_eq!(preloaded, 0);
+    let (preloaded, demanded_then) = run();
+    assert!(preloaded > 0 && demanded_then < demanded, "{preloaded} {demanded_then} {demanded}");
+}
+
+#[test]
+fn what_was_learned_is_gone_without_when_it_is_damaged_or_of_another_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let learn = folder.path().join("learned.json");
+    let nano = || rill(args!["run", "-q", "--learn", &learn, QUESTION]);
+    nano().done();
+    let whole = std::fs::read(&learn).unwrap();
+    // Another model takes the file over.
+    let tiny = repository("fixtures/k3-tiny");
+    let ended = rill(args!["eval", "--learn", &learn, "-m", tiny, "--ids", "1,2,3"]);
+    assert!(ended.stderr.contains("learned.json: model should be"), "{}", ended.stderr);
+    ended.done();
+    let ended = nano();
+    assert!(ended.stderr.contains("model should be"), "{}", ended.stderr);
+    assert_eq!(ended.done(), ANSWER);
+    for damaged in [&whole[..whole.len() / 2], b"", b"[]"] {
+        std::fs::write(&learn, damaged).unwrap();
+        let ended = nano();
+        assert!(ended.stderr.contains("go on without it"), "{}", ended.stderr);
+        assert_eq!(ended.done(), ANSWER);
+        // And it is whole again.
+        assert_eq!(nano().stderr, "");
+    }
+    let nowhere = folder.path().join("no/such/folder");
+    let ended = rill(args!["run", "-q", "--learn", nowhere, QUESTION]);
+    assert!(ended.stderr.contains("no/such/folder"), "{}", ended.stderr);
+    assert_eq!(ended.done(), ANSWER);
+    for wrong in
+        [&["run", "x", "--cache", "lru", "--learn", "f"][..], &["selftest", "--learn", "f"]]
+    {
+        assert!(rill(wrong).misused().contains("--learn"));
+    }
 }

@@ -90,6 +90,7 @@ const ENGINE: &[&str] = &[
     "--readers",
     "--no-direct",
     "--verify",
+    "--learn",
     "--threads",
     "--cpus",
     "--prefill-chunk",
