@@ -149,6 +149,7 @@ impl ExpertCache {
             recycle: VecDeque::new(),
             loose: 0,
             ahead: Vec::new(),
+            worth: Worth { limit: options.ahead, useful: 0, wasted: 0 },
             hint: None,
             residents: 0,
             keep: slots.saturating_sub(options.reserve.max(1)),
@@ -308,7 +309,7 @@ impl ExpertCache {
     fn read_ahead(&self, state: &mut State, layer: u32, experts: &[u32]) {
         self.give_up_ahead(state, |key| key.layer != layer);
         for &expert in experts {
-            if state.ahead.len() >= self.options.ahead {
+            if state.ahead.len() >= state.worth.limit {
                 break;
             }
             let key = ExpertKey { layer, expert };
@@ -342,6 +343,8 @@ impl ExpertCache {
             Keep::Ahead => {
                 counters.ahead_useful += 1;
                 counters.ahead_useful_bytes += bytes;
+                state.worth.useful += 1;
+                state.worth.adapt(self.options.ahead);
                 entry.keep = Keep::Loose;
                 state.ahead.retain(|&other| other != key);
             }
@@ -417,6 +420,8 @@ impl ExpertCache {
             }
             state.counters.ahead_wasted += 1;
             state.counters.ahead_wasted_bytes += entry.bytes;
+            state.worth.wasted += 1;
+            state.worth.adapt(self.options.ahead);
             entry.keep = Keep::Loose;
             if !entry.is_reading() {
                 state.loosen(key);
@@ -514,12 +519,42 @@ struct State {
     loose: usize,
     /// Records read ahead that nobody has claimed.
     ahead: Vec<ExpertKey>,
+    worth: Worth,
     /// What the next fetch starts reading ahead.
     hint: Option<(u32, Vec<u32>)>,
     residents: usize,
     /// Most residents.
     keep: usize,
     counters: CacheCounters,
+}
+
+/// How many records to read ahead, by how many of late were asked for. The likeliest come first in
+/// a hint, so that reading fewer is also reading better ones.
+struct Worth {
+    limit: usize,
+    /// Since the limit was last looked at.
+    useful: u32,
+    wasted: u32,
+}
+
+impl Worth {
+    /// Records between two looks: enough that one wrong hint does not matter.
+    const WINDOW: u32 = 16;
+
+    /// One fewer, but at least one, when less than half were useful; one more, but at most `most`,
+    /// when more than three quarters were.
+    fn adapt(&mut self, most: usize) {
+        let total = self.useful + self.wasted;
+        if total < Self::WINDOW {
+            return;
+        }
+        if 2 * self.useful < total {
+            self.limit = self.limit.saturating_sub(1).max(most.min(1));
+        } else if 4 * self.useful > 3 * total {
+            self.limit = (self.limit + 1).min(most);
+        }
+        (self.useful, self.wasted) = (0, 0);
+    }
 }
 
 struct Entry {

@@ -283,6 +283,36 @@ fn reading_ahead_never_takes_the_last_buffers() {
 }
 
 #[test]
+fn fewer_are_read_ahead_when_hints_are_wrong_and_more_when_they_are_right() {
+    let drive = Arc::new(Faulty::new(1));
+    let cache = cache(&drive, 2, options(12, 8, 4));
+    // Records read ahead in one round, whose hint names some that are asked for next, or others.
+    let round = |layer: u32, right: bool| {
+        let before = cache.counters();
+        cache.hint((layer + 1) % LAYERS, vec![1, 2, 3, 4]);
+        fetch(&cache, &drive, layer, &[0]).unwrap();
+        // All of it comes, so that nothing is taken back.
+        while cache.occupancy().reading > 0 {
+            std::thread::yield_now();
+        }
+        let next: &[u32] = if right { &[1, 2, 3, 4] } else { &[11] };
+        fetch(&cache, &drive, (layer + 1) % LAYERS, next).unwrap();
+        let after = cache.counters();
+        (after.ahead_useful - before.ahead_useful, after.ahead_wasted - before.ahead_wasted)
+    };
+    assert_eq!(round(0, false), (0, 4));
+    for i in 0..30 {
+        round(i % LAYERS, false);
+    }
+    // What is in memory by chance is not read ahead, so that a round may have less to do.
+    let wasted: Vec<u64> = (0..4).map(|i| round(i, false).1).collect();
+    assert_eq!(wasted.iter().max(), Some(&1), "{wasted:?}");
+    let useful: Vec<u64> = (0..200).map(|i| round(i % LAYERS, true).0).collect();
+    let most = useful.iter().max();
+    assert!(most > Some(&1) && most <= Some(&4), "{useful:?}");
+}
+
+#[test]
 fn a_failed_read_names_its_record_and_the_next_request_works() {
     let drive = Arc::new(Faulty::new(7));
     let cache = cache(&drive, 2, options(6, 2, 0));
