@@ -3,6 +3,8 @@
 
 mod bench;
 mod broken;
+#[cfg(target_os = "linux")]
+mod ceiling;
 mod common;
 mod convert;
 mod engine;
