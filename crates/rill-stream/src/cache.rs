@@ -194,6 +194,25 @@ impl ExpertCache {
         occupancy
     }
 
+    /// Gives up to `n` buffers back to the system, never those of the reserve: first what is empty or
+    /// loose, then what the policy would give up first. Returns how many.
+    pub fn shrink(&self, n: usize) -> usize {
+        let mut freed = Vec::new();
+        let mut state = self.inner.lock();
+        while freed.len() < n && state.keep > 0 {
+            let buffer = match state.residents < state.keep {
+                true => state.free_buffer().or_else(|| state.evict()),
+                false => state.evict(),
+            };
+            // All are in use at this moment.
+            let Some(buffer) = buffer else { break };
+            state.keep -= 1;
+            freed.push(buffer);
+        }
+        drop(state);
+        freed.len()
+    }
+
     /// The policy learns what one token chose in a layer. Tell it before the fetch.
     pub fn used(&self, layer: u32, experts: &[u32]) {
         self.inner.lock().policy.used(layer, experts);

@@ -313,6 +313,24 @@ fn fewer_are_read_ahead_when_hints_are_wrong_and_more_when_they_are_right() {
 }
 
 #[test]
+fn a_shrunken_cache_keeps_its_reserve_and_delivers_as_before() {
+    let drive = Arc::new(Faulty::new(1));
+    let cache = cache(&drive, 2, options(12, 4, 1));
+    let all: Vec<u32> = (0..EXPERTS).collect();
+    fetch(&cache, &drive, 0, &all).unwrap();
+    assert_eq!(cache.shrink(3), 3);
+    assert_eq!(total(&cache), 9);
+    fetch(&cache, &drive, 1, &all).unwrap();
+    assert_eq!((cache.shrink(100), total(&cache)), (5, 4));
+    assert_eq!(cache.shrink(1), 0);
+    assert_eq!(cache.occupancy().resident, 0);
+    for layer in 0..LAYERS {
+        fetch(&cache, &drive, layer, &all).unwrap();
+    }
+    assert_eq!(total(&cache), 4);
+}
+
+#[test]
 fn a_failed_read_names_its_record_and_the_next_request_works() {
     let drive = Arc::new(Faulty::new(7));
     let cache = cache(&drive, 2, options(6, 2, 0));
