@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rill_format::{Checkpoint, Folder, FormatError};
 use rill_kernels::{Kernels, Pool};
+use rill_stream::machine::Pressure;
 use rill_stream::policy::Learned;
 use rill_stream::{
     CacheCounters, DirectReads, Lease, Ledger, Occupancy, ReadOptions, ReadTotals, Storage,
@@ -22,6 +23,7 @@ use crate::counters::Paces;
 use crate::error::Error;
 use crate::experts::{ExpertSource, LayerIdx};
 use crate::plan::{Budget, Plan, PlanOptions, Sizes};
+use crate::relief::Relief;
 use crate::session::{LayerState, Session};
 use crate::source::{self, WeightSource};
 use crate::streamed::{CachePolicy, ExpertOptions, Io, StreamedExperts};
@@ -157,6 +159,7 @@ pub struct Engine {
     io: Io,
     compute: Compute,
     turns: Turns,
+    relief: Relief,
     /// File and the model's identity in it.
     learn: Option<(PathBuf, String)>,
     learned_problem: Option<StreamError>,
@@ -219,7 +222,9 @@ impl Engine {
         let plan = Plan::new(&Sizes::of_source(&*source, &config), planned)?;
         let ledger = Ledger::new(planned.budget_bytes);
         let leases = plan.engine_lines().map(|(purpose, bytes)| ledger.lease(purpose, bytes));
-        let leases = leases.collect::<Result<_, _>>()?;
+        let mut leases = leases.collect::<Result<Vec<_>, _>>()?;
+        let slots = leases.iter().position(|lease| lease.purpose() == "expert slots");
+        let slots = slots.map(|index| leases.swap_remove(index));
 
         let stop_tokens = stop_tokens(&*source, &config)?;
         let io = Io::open(&source.data_files(), options.direct, reads, wrap)?;
@@ -266,6 +271,7 @@ impl Engine {
             learn,
             learned_problem,
             turns: Turns::default(),
+            relief: Relief::new(slots, plan.record_bytes),
             paces: Paces::default(),
             open_time: start.elapsed(),
             opening_reads: io.totals(),
@@ -297,6 +303,17 @@ impl Engine {
     ) -> Self {
         self.experts = wrap(self.experts);
         self
+    }
+
+    /// The same engine, told by this whether the system pages, before every step; for tests.
+    pub fn with_pressure(self, look: impl FnMut() -> Pressure + Send + 'static) -> Self {
+        self.relief.ask(Box::new(look));
+        self
+    }
+
+    /// Slots of experts that were given back because the system paged.
+    pub fn given_slots(&self) -> u64 {
+        self.relief.given_slots()
     }
 
     /// The model's configuration.
@@ -442,6 +459,7 @@ impl Engine {
                 Logits::Last => usize::from(i + 1 == n_chunks),
             };
             let _turn = self.turns.wait();
+            self.relief.look(&*self.experts);
             let start = Instant::now();
             session.save();
             // Inside the pool, so that the many small splits below need no hand-over.

@@ -78,6 +78,11 @@ pub trait ExpertSource: Send + Sync {
     /// What it has done since it was made.
     fn counters(&self) -> CacheCounters;
 
+    /// Gives up to so many of its buffers back to the system; returns how many.
+    fn shrink(&self, _slots: usize) -> usize {
+        0
+    }
+
     /// What its buffers are in use for; nothing if it has none.
     fn occupancy(&self) -> Occupancy {
         Occupancy::default()

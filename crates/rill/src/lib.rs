@@ -34,6 +34,7 @@ mod moe;
 mod perplexity;
 pub mod plan;
 pub mod reference;
+mod relief;
 mod residual;
 mod routing;
 mod sampler;
@@ -55,6 +56,7 @@ pub use experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 pub use generate::{FinishReason, GenerateOptions, Generation};
 pub use perplexity::Perplexity;
 pub use rill_format::{Checkpoint, Folder, FormatError};
+pub use rill_stream::machine::Pressure;
 pub use rill_stream::policy::Learned;
 pub use rill_stream::{
     CacheCounters, DirectReads, Occupancy, ReadError, ReadTotals, Storage, StreamError, Trace,

@@ -216,6 +216,10 @@ impl ExpertSource for StreamedExperts {
         self.cache.counters()
     }
 
+    fn shrink(&self, slots: usize) -> usize {
+        self.cache.shrink(slots)
+    }
+
     fn occupancy(&self) -> Occupancy {
         self.cache.occupancy()
     }

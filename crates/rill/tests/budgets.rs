@@ -91,6 +91,31 @@ fn twelve_budgets_from_the_floor_to_everything_give_the_same_bits() {
 }
 
 #[test]
+fn while_the_system_pages_slots_are_given_back_and_the_bits_stay() {
+    for folder in models() {
+        let ids = tokens(&folder);
+        let engine = open(&folder, &base());
+        let expected = logits(&engine, &ids);
+        assert_eq!(engine.given_slots(), 0);
+        let before = engine.ledger().held_bytes();
+        let mut calm = 3;
+        let engine = open(&folder, &base()).with_pressure(move || match calm {
+            0 => rill::Pressure::Paging,
+            _ => {
+                calm -= 1;
+                rill::Pressure::Calm
+            }
+        });
+        assert_same_bits("paging", &logits(&engine, &ids), &expected);
+        let (given, slots) = (engine.given_slots(), engine.expert_slots());
+        let left = slots.empty + slots.reading + slots.resident + slots.loose + slots.ahead;
+        assert!(given > 0 && left >= engine.config().moe.top_k, "{given}, {left}");
+        assert_eq!(left as u64 + given, engine.plan().expert_slots);
+        assert!(engine.ledger().held_bytes() <= before - given * engine.plan().record_bytes);
+    }
+}
+
+#[test]
 fn reading_ahead_does_not_change_bits() {
     for folder in models() {
         let ids = tokens(&folder);
