@@ -16,7 +16,7 @@ pub(crate) fn lines(counters: &RunCounters) -> String {
     };
     format!(
         "read {:.3} MB/token at {:.2} GB/s: {} of the trunk, {} of experts, {} ahead of time, {} in \
-         vain\nexperts {:.0} % resident, {:.0} % still there, {:.0} % read ahead; waited {:.2} s of \
+         vain, {} beforehand\nexperts {:.0} % resident, {:.0} % still there, {:.0} % read ahead; waited {:.2} s of \
          {:.2} s for the disk, bound by {bound}; opened in {:.2} s",
         counters.bytes_per_token() / 1e6,
         counters.drive_bytes_per_second() / 1e9,
@@ -24,6 +24,7 @@ pub(crate) fn lines(counters: &RunCounters) -> String {
         bytes(experts.demanded_bytes),
         bytes(experts.ahead_useful_bytes),
         bytes(experts.ahead_wasted_bytes),
+        bytes(experts.preloaded_bytes),
         percent(experts.hits),
         percent(experts.lucky),
         percent(experts.ahead_useful),
