@@ -135,8 +135,10 @@ FAULTS = [
     ("ledger_without_a_ceiling", "crates/rill-stream/src/ledger.rs", [
         (".filter(|total| *total <= budget_bytes)", ".filter(|_| true)"),
     ], [BUDGETS, "-p rill-stream --lib"]),
-    ("next_layer_read_over_this_one", "crates/rill/src/trunk.rs", [
-        ("Arc::strong_count(b) == 1", "Arc::strong_count(b) > 0"),
+    ("ring_delivers_the_layer_before", "crates/rill/src/trunk.rs", [
+        ("let unit = self.units[index].clone();\n        let placement = unit.placement.clone();\n"
+         "        state.counters", "let unit = self.units[index.saturating_sub(1)].clone();\n"
+         "        let placement = unit.placement.clone();\n        state.counters"),
     ], [BUDGETS]),
     ("experts_expanded_before_use", "crates/rill-kernels/src/table.rs", [
         ("let cols = w.cols();\n        assert_eq!(x.len(), n * cols);",
