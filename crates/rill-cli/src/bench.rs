@@ -75,13 +75,14 @@ fn show(args: &MeasureArgs, engine: &Engine, counters: &RunCounters) -> Result<(
             "budget_bytes": engine.plan().options.budget_bytes,
             "expert_slots": engine.plan().expert_slots,
             "forced_routing": args.routing.is_some(),
+            "drive_probed_bytes_per_second": engine.drive().probed_bytes_per_second,
             "counters": stats::json(counters),
         });
         return print(format!("{facts:#}\n"));
     }
     let pace = counters.pace();
     print(format!(
-        "{} tokens in {:.2} s, {:.2} tokens/s; {} threads, {} kernels; waiting {:.0} % of the time\n{}\n",
+        "{} tokens in {:.2} s, {:.2} tokens/s; {} threads, {} kernels; waiting {:.0} % of the time\n{}\n{}\n",
         pace.tokens,
         pace.time.as_secs_f64(),
         pace.tokens_per_second(),
@@ -89,6 +90,7 @@ fn show(args: &MeasureArgs, engine: &Engine, counters: &RunCounters) -> Result<(
         engine.kernels(),
         100.0 * counters.stall_share(),
         stats::lines(counters),
+        stats::drive(&engine.drive()),
     ))
 }
 

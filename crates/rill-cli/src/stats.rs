@@ -1,6 +1,6 @@
 //! What a run has read and waited for, in words and as JSON.
 
-use rill::{Bound, Pace, RunCounters};
+use rill::{Bound, DirectReads, DriveReport, Pace, RunCounters};
 use serde_json::{Value, json};
 
 use crate::output::bytes;
@@ -34,7 +34,35 @@ pub(crate) fn lines(counters: &RunCounters) -> String {
     )
 }
 
-/// The same for programs; `docs/performance.md` has the keys.
+/// How the drive is read and how fast it is.
+pub(crate) fn drive(drive: &DriveReport) -> String {
+    let how = match &drive.direct {
+        DirectReads::Yes => "past the page cache".to_owned(),
+        DirectReads::InMemory => return "everything is built into the program".to_owned(),
+        DirectReads::Off => "through the page cache, as asked".to_owned(),
+        DirectReads::Refused { file, reason } => {
+            format!("through the page cache, because {file} cannot be read past it: {reason}")
+        }
+    };
+    let speed = match drive.probed_bytes_per_second {
+        Some(speed) => format!("{:.2} GB/s when probed", speed / 1e9),
+        None => "not probed".to_owned(),
+    };
+    let slow = if drive.is_slow { "; everything will wait for it" } else { "" };
+    format!(
+        "drive {speed}{slow}, {} readers, pieces of {}, {how}",
+        drive.readers,
+        bytes(drive.piece_bytes as u64),
+    )
+}
+
+/// What a user should know of the drive without asking.
+pub(crate) fn drive_problem(report: &DriveReport) -> Option<String> {
+    let refused = matches!(report.direct, DirectReads::Refused { .. });
+    (report.is_slow || refused).then(|| drive(report))
+}
+
+/// The counters for programs; `docs/performance.md` has the keys.
 pub(crate) fn json(counters: &RunCounters) -> Value {
     let RunCounters { open, prefill, decode, trunk, experts, reads } = counters;
     let pace = |pace: &Pace| {

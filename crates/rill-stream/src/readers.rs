@@ -14,7 +14,7 @@ use crate::place::{Placement, Span};
 use crate::storage::{READ_ALIGN, ReadError, Storage, read_span};
 
 /// How reads are carried out.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadOptions {
     /// Threads that read, at least one.
     pub threads: usize,

@@ -11,8 +11,7 @@ use rill_kernels::{Kernels, Pool};
 use rill_stream::machine::Pressure;
 use rill_stream::policy::Learned;
 use rill_stream::{
-    CacheCounters, DirectReads, Lease, Ledger, Occupancy, ReadOptions, ReadTotals, Storage,
-    StreamError,
+    CacheCounters, Lease, Ledger, MAX_PROBED_READERS, Occupancy, ReadTotals, Storage, StreamError,
 };
 use rill_text::Tokenizer;
 use serde_json::value::RawValue;
@@ -26,7 +25,7 @@ use crate::plan::{Budget, Plan, PlanOptions, Sizes};
 use crate::relief::Relief;
 use crate::session::{LayerState, Session};
 use crate::source::{self, WeightSource};
-use crate::streamed::{CachePolicy, ExpertOptions, Io, StreamedExperts};
+use crate::streamed::{CachePolicy, DriveReport, ExpertOptions, Io, StreamedExperts};
 use crate::trunk::{Linear, Trunk, TrunkCounters, UnitBytes};
 use crate::turns::Turns;
 use crate::weights::{self, Attention, Ffn, Layer, Weights};
@@ -205,17 +204,13 @@ impl Engine {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,
         };
-        let reads = ReadOptions::default();
-        let reads = match options.readers {
-            0 => reads,
-            threads => ReadOptions { threads, ..reads },
-        };
+        let readers = Some(options.readers).filter(|readers| *readers > 0);
         let planned = PlanOptions {
             budget_bytes: Budget::new(options.budget_bytes).bytes(),
             context: options.context.clamp(1, config.max_position_embeddings),
             prefill_chunk: options.prefill_chunk.max(1),
             lookahead: options.lookahead,
-            threads: threads + reads.threads,
+            threads: threads + readers.unwrap_or(MAX_PROBED_READERS),
             sessions: options.sessions.max(1),
             logits: options.logits.max(1),
         };
@@ -227,7 +222,7 @@ impl Engine {
         let slots = slots.map(|index| leases.swap_remove(index));
 
         let stop_tokens = stop_tokens(&*source, &config)?;
-        let io = Io::open(&source.data_files(), options.direct, reads, wrap)?;
+        let io = Io::open(&source.data_files(), options.direct, readers, wrap)?;
         let loaded = weights::load(&*source, &config)?;
         let trunk = Trunk::open(
             source.clone(),
@@ -376,9 +371,9 @@ impl Engine {
         &self.ledger
     }
 
-    /// Whether reads go past the operating system's page cache.
-    pub fn direct_reads(&self) -> &DirectReads {
-        self.io.direct()
+    /// How the model's files are read, and how fast the drive is.
+    pub fn drive(&self) -> DriveReport {
+        self.io.report()
     }
 
     /// Why the file of [`EngineOptions::learn`] was there and of no use.

@@ -65,5 +65,5 @@ pub use rill_text::{TextError, Tokenizer, chat};
 pub use routing::{ForcedRouting, RoutingRecorder};
 pub use sampler::{Sampler, Sampling, likelier_first};
 pub use session::Session;
-pub use streamed::CachePolicy;
+pub use streamed::{CachePolicy, DriveReport};
 pub use trunk::TrunkCounters;

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use rill_format::{DataExtent, DataFile, DataPlace};
 use rill_stream::policy::{DecayedLfu, Learned, Lru, Scored};
 use rill_stream::{
-    CacheCounters, CacheOptions, DirectReads, Drive, ExpertCache, ExpertKey, Extent, FetchError,
-    FileSpec, Geometry, Occupancy, Place, Placement, Policy, ReadError, ReadOptions, ReadTotals,
-    Readers, Record, Records, Storage,
+    CacheCounters, CacheOptions, DirectReads, Drive, DriveSpeed, ExpertCache, ExpertKey, Extent,
+    FetchError, FileSpec, Geometry, Occupancy, Place, Placement, Policy, ReadError, ReadOptions,
+    ReadTotals, Readers, Record, Records, Storage, probe,
 };
 
 use crate::config::ModelConfig;
@@ -41,30 +41,66 @@ impl CachePolicy {
     }
 }
 
+/// How a model's files are read, and how fast that can be.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DriveReport {
+    /// Whether reads go past the operating system's page cache.
+    pub direct: DirectReads,
+    /// Threads that read.
+    pub readers: usize,
+    /// Longer reads are cut into pieces of this size.
+    pub piece_bytes: usize,
+    /// What the drive delivered when it was probed at opening; `None` where that was not done.
+    pub probed_bytes_per_second: Option<f64>,
+    /// Whether the drive is so slow that everything else will wait for it.
+    pub is_slow: bool,
+}
+
 /// The model's files, open for streaming, and the threads that read them.
 #[derive(Debug)]
 pub(crate) struct Io {
     pub(crate) readers: Arc<Readers>,
     drive: Arc<Drive>,
+    speed: Option<DriveSpeed>,
+    options: ReadOptions,
 }
 
 impl Io {
-    /// Opens the files.
+    /// Opens the files. Without a number of `readers` the drive is asked how it likes to be read.
     pub(crate) fn open(
         files: &[DataFile],
         direct: bool,
-        options: ReadOptions,
+        readers: Option<usize>,
         wrap: impl FnOnce(Arc<dyn Storage>) -> Arc<dyn Storage>,
     ) -> Result<Self, Error> {
         let specs: Vec<FileSpec> = files.iter().map(spec).collect();
         let drive = Arc::new(Drive::open(&specs, direct)?);
-        let readers = Arc::new(Readers::new(wrap(drive.clone()), options)?);
-        Ok(Self { readers, drive })
+        let storage = wrap(drive.clone());
+        let on_disk = matches!(drive.direct(), DirectReads::Yes | DirectReads::Refused { .. });
+        let speed = if on_disk && readers.is_none() {
+            let sizes: Vec<u64> = specs.iter().map(|spec| spec.bytes).collect();
+            probe(&storage, &sizes)?
+        } else {
+            // Through the page cache a probe would measure the cache.
+            None
+        };
+        let mut options = speed.map_or_else(ReadOptions::default, |speed| speed.options);
+        if let Some(threads) = readers {
+            options.threads = threads;
+        }
+        let readers = Arc::new(Readers::new(storage, options)?);
+        Ok(Self { readers, drive, speed, options })
     }
 
-    /// Whether reads go past the page cache.
-    pub(crate) fn direct(&self) -> &DirectReads {
-        self.drive.direct()
+    /// How the files are read, and how fast the drive is.
+    pub(crate) fn report(&self) -> DriveReport {
+        DriveReport {
+            direct: self.drive.direct().clone(),
+            readers: self.options.threads,
+            piece_bytes: self.options.piece_bytes,
+            probed_bytes_per_second: self.speed.map(|speed| speed.bytes_per_second),
+            is_slow: self.speed.is_some_and(|speed| speed.is_slow()),
+        }
     }
 
     pub(crate) fn totals(&self) -> ReadTotals {
