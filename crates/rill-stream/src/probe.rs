@@ -12,6 +12,9 @@ use crate::storage::{READ_ALIGN, Storage};
 
 /// Bytes that one setting is tried with; two pieces for each thread where that is more.
 const TRIAL_BYTES: usize = 32 << 20;
+/// Memory that a trial takes: little enough for the smallest budget, of which nothing else has been
+/// taken yet.
+const MEMORY_BYTES: usize = 32 << 20;
 /// After this no further setting is tried.
 const PATIENCE: Duration = Duration::from_millis(300);
 /// Files smaller than this in all are read so quickly that looking would take longer.
@@ -95,7 +98,8 @@ fn choose(mut measure: impl FnMut(ReadOptions) -> Option<f64>) -> Option<DriveSp
     let mut best = DriveSpeed { bytes_per_second: most, options };
     for piece_bytes in PIECES.into_iter().filter(|&bytes| bytes != usual.piece_bytes) {
         let options = ReadOptions { piece_bytes, ..options };
-        let Some(speed) = measure(options) else { break };
+        // Larger pieces than there is memory for are passed over.
+        let Some(speed) = measure(options) else { continue };
         if speed > best.bytes_per_second * WORTHWHILE_GAIN {
             best = DriveSpeed { bytes_per_second: speed, options };
         }
@@ -103,7 +107,8 @@ fn choose(mut measure: impl FnMut(ReadOptions) -> Option<f64>) -> Option<DriveSp
     Some(best)
 }
 
-/// Bytes per second of some reads, none of which another trial has made before.
+/// Bytes per second of some reads, none of which another trial has made before. `None` for settings
+/// that would take too much memory, and when something does not come.
 fn trial(
     storage: &Arc<dyn Storage>,
     file_bytes: &[u64],
@@ -111,13 +116,29 @@ fn trial(
     next: &mut u64,
 ) -> Result<Option<f64>, StreamError> {
     let reads = (TRIAL_BYTES / options.piece_bytes).max(2 * options.threads);
-    let bytes = options.piece_bytes as u64;
+    let at_once = MEMORY_BYTES / options.piece_bytes;
+    if at_once < options.threads {
+        return Ok(None);
+    }
     let (file, size) = (0..).zip(file_bytes).max_by_key(|(_, size)| **size).unwrap_or((0, &0));
-    let places = (size / bytes).max(1);
+    let bytes = (options.piece_bytes as u64).min(*size);
+    let places = (size / bytes.max(1)).max(1);
     let readers = Readers::new(storage.clone(), options)?;
     let (send, receive) = mpsc::channel();
+    let mut submit = |buffer: AlignedBuf| {
+        // Far apart, as experts are.
+        let offset = *next % places * bytes;
+        *next = next.wrapping_add(0x9E37_79B9);
+        let placement = Placement::new(&[Extent { file, offset, bytes }]);
+        let send = send.clone();
+        let done = Box::new(move |buffer: AlignedBuf, result: Result<(), _>| {
+            // Nobody listens any more after a failure.
+            let _ = send.send(result.is_ok().then_some(buffer));
+        });
+        let _ticket = readers.submit(Priority::Now, buffer, &placement, done);
+    };
     let mut buffers = Vec::new();
-    for _ in 0..reads {
+    for _ in 0..at_once.min(reads) {
         let Some(mut buffer) = AlignedBuf::new(options.piece_bytes + READ_ALIGN) else {
             return Ok(None);
         };
@@ -126,22 +147,20 @@ fn trial(
         buffers.push(buffer);
     }
     let start = Instant::now();
-    for buffer in buffers {
-        // Far apart, as experts are.
-        let offset = *next % places * bytes;
-        *next = next.wrapping_add(0x9E37_79B9);
-        let placement = Placement::new(&[Extent { file, offset, bytes: bytes.min(*size) }]);
-        let send = send.clone();
-        let done = Box::new(move |_buffer: AlignedBuf, result: Result<(), _>| {
-            // Nobody listens any more after a failure.
-            let _ = send.send(result.is_ok());
-        });
-        let _ticket = readers.submit(Priority::Now, buffer, &placement, done);
+    let mut submitted = buffers.len();
+    buffers.into_iter().for_each(&mut submit);
+    for _ in 0..reads {
+        match receive.recv() {
+            Ok(Some(buffer)) if submitted < reads => {
+                submit(buffer);
+                submitted += 1;
+            }
+            Ok(Some(_)) => {}
+            _ => return Ok(None),
+        }
     }
-    drop(send);
-    let come = receive.iter().take_while(|come| *come).count();
     let seconds = start.elapsed().as_secs_f64();
-    Ok((come == reads).then(|| (reads as u64 * bytes) as f64 / seconds.max(1e-9)))
+    Ok(Some((reads as u64 * bytes) as f64 / seconds.max(1e-9)))
 }
 
 #[cfg(test)]

@@ -41,7 +41,7 @@ fn floor_and_all(folder: &Folder, options: &EngineOptions) -> (u64, u64) {
 /// Small, so that the differences between budgets are more than logits.
 fn base() -> EngineOptions {
     let context = PROMPT + DECODED;
-    EngineOptions { context, logits: PROMPT, threads: 2, ..EngineOptions::default() }
+    EngineOptions { context, logits: PROMPT, threads: 2, readers: 4, ..EngineOptions::default() }
 }
 
 fn models() -> [Folder; 3] {

@@ -11,7 +11,7 @@ use crate::common::{
     ANSWER, QUESTION, args, command, copy_of, ended, file, overwrite, repository, rill,
 };
 use crate::kills::{files, kill_and_resume};
-use crate::mutations::mutate;
+use crate::mutations::{answer, mutate};
 
 /// Kills in the middle, and damages, of one run of the tests; `.ci/soak` does more.
 const KILLS: usize = 12;
@@ -132,7 +132,7 @@ fn a_container_answers_like_its_checkpoint() {
         let run = |model: &Path| {
             let mut args: Vec<_> = command.iter().map(Into::into).collect();
             args.extend(args!["-m", model]);
-            rill(args).done()
+            answer(rill(args).done())
         };
         assert_eq!(run(&path), run(&checkpoint), "{command:?}");
     }

@@ -51,6 +51,7 @@ pub(crate) fn mutate(rill: &Path, source: &Path, n: usize, seed: u64) -> Result<
         return Err(stderr);
     }
 
+    let expected = answer(&expected);
     let mut found = Mutations::default();
     while found.refused_by_verify < n {
         let name = names[random.below(names.len())];
@@ -86,7 +87,7 @@ pub(crate) fn mutate(rill: &Path, source: &Path, n: usize, seed: u64) -> Result<
         }
         found.refused_by_verify += 1;
         let (code, stdout, stderr) = run(&mut eval())?;
-        if code == Some(0) && stdout == expected {
+        if code == Some(0) && answer(&stdout) == expected {
             found.not_needed += 1;
         } else if named(code, &stderr) && stdout.is_empty() {
             found.refused_by_eval += 1;
@@ -96,4 +97,16 @@ pub(crate) fn mutate(rill: &Path, source: &Path, n: usize, seed: u64) -> Result<
         fs::write(&path, &whole[name]).map_err(|e| e.to_string())?;
     }
     Ok(found)
+}
+
+/// What `eval --json` says, without what it took to find out.
+pub(crate) fn answer(json: impl AsRef<[u8]>) -> String {
+    let json = json.as_ref();
+    match serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(json) {
+        Ok(mut facts) => {
+            facts.remove("counters");
+            serde_json::Value::Object(facts).to_string()
+        }
+        Err(_) => String::from_utf8_lossy(json).into_owned(),
+    }
 }
