@@ -75,7 +75,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) lookahead: Option<u16>,
 
-    /// Threads that read; 0 means as many as are useful on most drives
+    /// Threads that read; 0 tries how many the drive likes, for models of 2 GiB and more
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=256))]
     pub(crate) readers: u16,
 
@@ -484,6 +484,7 @@ pub(crate) enum TraceCommand {
     /// Run a text and what the model continues it with, and record the experts of every token
     Record(RecordArgs),
     /// Replay recorded routing against an expert cache on paper: what share of uses needs no read
+    #[command(visible_alias = "simulate")]
     Replay(ReplayArgs),
 }
 

@@ -63,7 +63,7 @@ pub struct EngineOptions {
     pub cache: CachePolicy,
     /// Experts of the next layer that are read before its router has run, at most.
     pub lookahead: usize,
-    /// Threads that read; 0 means as many as are useful on most drives.
+    /// Threads that read; 0 tries how many the drive likes, for models of 2 GiB and more.
     pub readers: usize,
     /// Read past the operating system's page cache.
     pub direct: bool,

@@ -287,10 +287,12 @@ impl Trunk {
         }
         let mut state = self.ring.lock();
         let since = Instant::now();
-        let mut waited = false;
+        let mut own = false;
         let held = loop {
             let Some(at) = state.slots.iter().position(|slot| slot.unit == index) else {
-                if !self.start(&mut state, index, Priority::Now, index) {
+                if self.start(&mut state, index, Priority::Now, index) {
+                    own = true;
+                } else {
                     state.starved += 1;
                     state = self.ring.wait(state);
                     state.starved -= 1;
@@ -300,7 +302,6 @@ impl Trunk {
             match &state.slots[at].stage {
                 Stage::Ready(bytes) => break self.held(bytes),
                 Stage::Reading => {
-                    waited = true;
                     state.waiting[index] += 1;
                     state = self.ring.wait(state);
                     state.waiting[index] -= 1;
@@ -310,8 +311,8 @@ impl Trunk {
                         unreachable!("it was a moment ago")
                     };
                     self.ring.arrived.notify_all();
-                    // Who comes after a failure reads anew.
-                    if waited {
+                    // It may have begun before this request, when the drive was worse: try again.
+                    if own {
                         return Err(error);
                     }
                 }
