@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rill_format::DataExtent;
+use rill_format::container::checksum;
 use rill_kernels::{Codec, Matrix};
 use rill_stream::{AlignedBuf, Extent, Placement, Priority, ReadError, Readers, Record};
 
@@ -108,8 +109,9 @@ impl UnitBytes {
             source.check_run(layer, run.joined())?;
         }
         for (part, sum) in self.unit.placement.parts.iter().zip(&self.unit.sums) {
-            let found = rill_format::container::checksum(&self.buffer.as_slice()[part.clone()]);
-            if sum.is_some_and(|sum| sum != found) {
+            // Where nothing is known, summing up hundreds of megabytes a token would be for nothing.
+            let Some(sum) = *sum else { continue };
+            if checksum(&self.buffer.as_slice()[part.clone()]) != sum {
                 return Err(self.unit.failed(ReadError::Refused(CHANGED.into())));
             }
         }
