@@ -76,8 +76,7 @@ impl Io {
         let specs: Vec<FileSpec> = files.iter().map(spec).collect();
         let drive = Arc::new(Drive::open(&specs, direct)?);
         let storage = wrap(drive.clone());
-        let on_disk = matches!(drive.direct(), DirectReads::Yes | DirectReads::Refused { .. });
-        let speed = if on_disk && readers.is_none() {
+        let speed = if *drive.direct() == DirectReads::Yes && readers.is_none() {
             let sizes: Vec<u64> = specs.iter().map(|spec| spec.bytes).collect();
             probe(&storage, &sizes)?
         } else {
@@ -188,7 +187,7 @@ impl StreamedExperts {
 const MAX_PRELOADED: usize = 1024;
 
 /// Bytes that the largest record takes in memory.
-pub(crate) fn slot_bytes(records: &dyn ExpertRecords, config: &ModelConfig) -> usize {
+fn slot_bytes(records: &dyn ExpertRecords, config: &ModelConfig) -> usize {
     let mut most = 0;
     for layer in moe_layers(config).map(LayerIdx) {
         for expert in (0..config.moe.n_experts as u32).map(ExpertId) {
