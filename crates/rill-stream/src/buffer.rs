@@ -6,8 +6,10 @@
 
 use std::slice;
 
+use crate::storage::READ_ALIGN;
+
 /// Alignment of a buffer's first byte, as direct reads need it.
-pub const BUFFER_ALIGN: usize = 4096;
+pub const BUFFER_ALIGN: usize = READ_ALIGN;
 
 /// Zeroed bytes whose first is aligned to [`BUFFER_ALIGN`]. The system hands pages out as they are
 /// first written, so a buffer costs nothing until it is used.

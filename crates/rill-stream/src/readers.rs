@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::slice;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -316,11 +317,9 @@ impl Shared {
         let Span { file, offset, needed, slot_offset } = piece.span;
         let base = piece.batch.base.0;
         #[expect(unsafe_code, reason = "threads fill parts of one buffer")]
-        // SAFETY: `submit` checked that the whole placement lies in the buffer, which the batch
-        // owns, unmoved on the heap and untouched, until its last piece has ended; pieces of one
-        // placement do not overlap.
-        let out =
-            unsafe { std::slice::from_raw_parts_mut(base.add(slot_offset), piece.span.len()) };
+        // SAFETY: `submit` checked that the placement lies in the buffer; the batch owns that, its
+        // pages unmoved and untouched, until the last piece has ended; pieces do not overlap.
+        let out = unsafe { slice::from_raw_parts_mut(base.add(slot_offset), piece.span.len()) };
         read_span(&*self.storage, file, offset, out, needed)
     }
 }
