@@ -79,6 +79,11 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=256))]
     pub(crate) readers: u16,
 
+    /// Read first and compute then, layer by layer, with nothing read ahead; for measuring what reading
+    /// and computing at once is worth
+    #[arg(long)]
+    pub(crate) no_overlap: bool,
+
     /// Read through the operating system's page cache, not past it
     #[arg(long)]
     pub(crate) no_direct: bool,

@@ -106,6 +106,7 @@ pub(crate) fn options(args: &EngineArgs, needs: Needs) -> EngineOptions {
         },
         lookahead: args.lookahead.map_or(usual.lookahead, usize::from),
         readers: args.readers.into(),
+        overlap: !args.no_overlap,
         direct: !args.no_direct,
         verify: args.verify == Switch::On,
         learn: args.learn.clone(),

@@ -43,6 +43,9 @@ pub struct CacheOptions {
     pub ahead: usize,
     /// Bytes of a buffer: the largest record's placement.
     pub slot_bytes: usize,
+    /// Deliver records while others are being read. Off, all that there are buffers for must have
+    /// come first, which is good for measuring what this is worth.
+    pub overlap: bool,
 }
 
 /// A record that could not be delivered.
@@ -293,7 +296,12 @@ impl ExpertCache {
             if claims.keys.is_empty() && missing.is_empty() {
                 return Ok(());
             }
-            let come = claims.keys.iter().position(|key| !state.entries[key].is_reading());
+            let mut come = claims.keys.iter().position(|key| !state.entries[key].is_reading());
+            if !self.options.overlap
+                && claims.keys.iter().any(|key| state.entries[key].is_reading())
+            {
+                come = None;
+            }
             let Some(index) = come else {
                 let since = Instant::now();
                 state = self.inner.wait(state);

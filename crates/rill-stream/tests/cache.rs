@@ -159,7 +159,7 @@ fn cache(drive: &Arc<Faulty>, readers: usize, options: CacheOptions) -> ExpertCa
 }
 
 fn options(slots: usize, reserve: usize, ahead: usize) -> CacheOptions {
-    CacheOptions { slots, reserve, ahead, slot_bytes: 5 * READ_ALIGN }
+    CacheOptions { slots, reserve, ahead, slot_bytes: 5 * READ_ALIGN, overlap: true }
 }
 
 /// Fetches and demands that every delivered record is right and comes once.
@@ -215,6 +215,25 @@ fn more_experts_than_buffers_come_in_waves() {
             fetch(&cache, &drive, layer, &all).unwrap();
         }
         assert_eq!(total(&cache), slots);
+    }
+}
+
+#[test]
+fn without_overlap_nothing_is_delivered_while_anything_is_read() {
+    let drive = Arc::new(Faulty::new(1));
+    let all: Vec<u32> = (0..EXPERTS).collect();
+    for slots in [1, 3, 64] {
+        let cache = cache(&drive, 3, CacheOptions { overlap: false, ..options(slots, 1, 0) });
+        for layer in [0, 1, 0] {
+            let mut came = Vec::new();
+            let fetched = cache.fetch(layer, &all, &mut |expert, _| {
+                came.push(expert);
+                assert_eq!(cache.occupancy().reading, 0);
+            });
+            fetched.expect("the drive is good");
+            came.sort_unstable();
+            assert_eq!(came, all);
+        }
     }
 }
 

@@ -65,6 +65,10 @@ pub struct EngineOptions {
     pub lookahead: usize,
     /// Threads that read; 0 tries how many the drive likes, for models of 2 GiB and more.
     pub readers: usize,
+    /// Compute while reading: experts as they come, a layer while the next one's matrices are on their
+    /// way. Off, a step is first all reading, then all arithmetic, layer by layer, and nothing is read
+    /// ahead; this is for measuring.
+    pub overlap: bool,
     /// Read past the operating system's page cache.
     pub direct: bool,
     /// Check the checksum of everything that is read, for folders that have checksums.
@@ -89,6 +93,7 @@ impl Default for EngineOptions {
             cache: CachePolicy::Scored,
             lookahead: 4,
             readers: 0,
+            overlap: true,
             direct: true,
             verify: true,
             learn: None,
@@ -231,12 +236,14 @@ impl Engine {
             &plan,
             io.readers.clone(),
             options.verify,
+            options.overlap,
         )?;
         let experts = ExpertOptions {
             policy: options.cache,
             slots: plan.expert_slots as usize,
             lookahead: options.lookahead,
             verify: options.verify,
+            overlap: options.overlap,
         };
         let records = source.clone().experts(&config);
         let learn = options.learn.clone().map(|file| (file, source::identity(&*source)));
@@ -271,7 +278,10 @@ impl Engine {
             open_time: start.elapsed(),
             opening_reads: io.totals(),
             io,
-            lookahead: options.lookahead.min(config.moe.n_experts),
+            lookahead: match options.overlap {
+                true => options.lookahead.min(config.moe.n_experts),
+                false => 0,
+            },
             plan,
             ledger,
             _leases: leases,

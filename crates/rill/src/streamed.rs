@@ -127,6 +127,7 @@ pub(crate) struct ExpertOptions {
     pub(crate) slots: usize,
     pub(crate) lookahead: usize,
     pub(crate) verify: bool,
+    pub(crate) overlap: bool,
 }
 
 /// Delivers experts from a cache over the model's files.
@@ -167,6 +168,7 @@ impl StreamedExperts {
             reserve: top_k + ahead,
             ahead,
             slot_bytes: slot_bytes(&*records, config),
+            overlap: options.overlap,
         };
         let stored = Arc::new(Stored {
             records: records.clone(),

@@ -137,6 +137,8 @@ pub(crate) struct Trunk {
     readers: Arc<Readers>,
     source: Arc<dyn WeightSource>,
     verify: bool,
+    /// Read the next unit while one is in use.
+    overlap: bool,
 }
 
 /// What the trunk has done.
@@ -157,6 +159,7 @@ impl Trunk {
         plan: &Plan,
         readers: Arc<Readers>,
         verify: bool,
+        overlap: bool,
     ) -> Result<Self, Error> {
         let n_layers = layers.len();
         let mut units: Vec<Arc<Unit>> = Vec::new();
@@ -205,6 +208,7 @@ impl Trunk {
             readers,
             source,
             verify,
+            overlap,
         };
         trunk.pin(&pinned)?;
         Ok(trunk)
@@ -328,7 +332,7 @@ impl Trunk {
     /// Puts the next streamed unit after `index` on its way, if a slot is free and nobody waits for
     /// one.
     fn read_next(&self, state: &mut RingState, index: usize) {
-        if state.starved > 0 {
+        if state.starved > 0 || !self.overlap {
             return;
         }
         let n = self.units.len();

@@ -64,6 +64,7 @@ fn twelve_budgets_from_the_floor_to_everything_give_the_same_bits() {
                 cache: [CachePolicy::Lru, CachePolicy::Lfu, CachePolicy::Scored][step as usize % 3],
                 readers: 1 + step as usize % 4,
                 direct: step % 2 == 0,
+                overlap: step % 3 != 2,
                 verify: step % 5 != 1,
                 threads: [2, 1, 4][step as usize / 4],
                 ..base()

@@ -23,6 +23,7 @@ fn malformed_values_are_wrong_usage_with_every_command() {
         ("--threads", &["-1", "1025", "x"]),
         ("--cpus", &["", "3-1", "0,0", "0-", "a", "1024"]),
         ("--prefill-chunk", &["0", "-1", "8193"]),
+        ("--no-overlap", &["yes"]),
         ("--no-direct", &["yes"]),
     ] {
         for value in values {
@@ -84,6 +85,7 @@ fn how_experts_are_read_does_not_change_the_text() {
         &["--cache", "scored", "--lookahead", "0"],
         &["--lookahead", "100"],
         &["--readers", "1"],
+        &["--no-overlap"],
         &["--no-direct"],
         &["--verify"],
         &["--verify=off"],

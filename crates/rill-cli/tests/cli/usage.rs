@@ -88,6 +88,7 @@ const ENGINE: &[&str] = &[
     "--cache",
     "--lookahead",
     "--readers",
+    "--no-overlap",
     "--no-direct",
     "--verify",
     "--learn",
