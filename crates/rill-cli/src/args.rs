@@ -386,9 +386,17 @@ pub(crate) struct PlanArgs {
     #[arg(long, conflicts_with_all = ["budget", "ctx"])]
     pub(crate) table: bool,
 
+    /// Experts of the next layer that are read before it has chosen, at most; 4 unless given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) lookahead: Option<u16>,
+
     /// Threads that compute; 0 means one per core
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,
+
+    /// Most prompt tokens that pass through a layer together; the budget may allow fewer
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u16).range(1..=8192))]
+    pub(crate) prefill_chunk: u16,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

@@ -5,8 +5,8 @@ use std::io::Read;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use rill::Folder;
 use rill::plan::{Budget, Plan, PlanOptions, Recode, Sizes};
+use rill::{EngineOptions, Folder};
 use serde_json::{Map, json};
 
 use crate::args::{Experts, PlanArgs, Trunk};
@@ -21,10 +21,15 @@ const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 pub(crate) fn run(args: &PlanArgs) -> Result<Outcome> {
     let (name, sizes) = sizes(args)?;
-    let mut options = PlanOptions { context: args.ctx as usize, ..Default::default() };
-    if args.threads > 0 {
-        options.threads = args.threads.into();
-    }
+    let usual = EngineOptions::default();
+    let run = EngineOptions {
+        context: args.ctx as usize,
+        threads: args.threads.into(),
+        prefill_chunk: args.prefill_chunk.into(),
+        lookahead: args.lookahead.map_or(usual.lookahead, usize::from),
+        ..usual
+    };
+    let mut options = run.plan_options();
     if args.table {
         print(format!("{name}\n{}", table(&sizes, options)))?;
         return Ok(Outcome::Done);

@@ -101,6 +101,31 @@ impl Default for EngineOptions {
     }
 }
 
+impl EngineOptions {
+    /// What an engine that is opened with these options plans with, but for a budget of 0, which it
+    /// chooses, and a context that is longer than the model was made for.
+    pub fn plan_options(&self) -> PlanOptions {
+        let readers = if self.readers > 0 { self.readers } else { MAX_PROBED_READERS };
+        PlanOptions {
+            budget_bytes: self.budget_bytes,
+            context: self.context.max(1),
+            prefill_chunk: self.prefill_chunk.max(1),
+            lookahead: self.lookahead,
+            threads: self.computing_threads() + readers,
+            sessions: self.sessions.max(1),
+            logits: self.logits.max(1),
+        }
+    }
+
+    fn computing_threads(&self) -> usize {
+        match self.threads {
+            0 if !self.cpus.is_empty() => self.cpus.len(),
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            n => n,
+        }
+    }
+}
+
 /// Which set of kernels an engine uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KernelChoice {
@@ -204,21 +229,11 @@ impl Engine {
             trunk_bytes: bound.trunk_bytes,
             session_bytes: Session::recurrent_bytes(&config),
         };
-        let threads = match options.threads {
-            0 if !options.cpus.is_empty() => options.cpus.len(),
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            n => n,
-        };
+        let threads = options.computing_threads();
         let readers = Some(options.readers).filter(|readers| *readers > 0);
-        let planned = PlanOptions {
-            budget_bytes: Budget::new(options.budget_bytes).bytes(),
-            context: options.context.clamp(1, config.max_position_embeddings),
-            prefill_chunk: options.prefill_chunk.max(1),
-            lookahead: options.lookahead,
-            threads: threads + readers.unwrap_or(MAX_PROBED_READERS),
-            sessions: options.sessions.max(1),
-            logits: options.logits.max(1),
-        };
+        let mut planned = options.plan_options();
+        planned.budget_bytes = Budget::new(options.budget_bytes).bytes();
+        planned.context = planned.context.min(config.max_position_embeddings);
         let plan = Plan::new(&Sizes::of_source(&*source, &config), planned)?;
         let ledger = Ledger::new(planned.budget_bytes);
         let leases = plan.engine_lines().map(|(purpose, bytes)| ledger.lease(purpose, bytes));

@@ -502,10 +502,11 @@ impl<'a> Planner<'a> {
         let all = placements.last().expect("the last holds everything");
         let per_token = (self.sizes.moe_layers * self.sizes.top_k) as u64;
         let slots = per_token.max(self.min_slots);
-        // Enough that the part for scratch is not cut short either.
-        let total = self.shares(all, self.max_scratch_bytes, slots).total();
-        let more = (self.max_scratch_bytes - self.fixed.scratch).saturating_mul(SCRATCH_SHARE);
-        total.max(self.floor_bytes.saturating_add(more))
+        let least = self.shares(all, self.fixed.scratch, slots).total();
+        // Longer pieces of prompts get their share of any budget, until they are as long as may be.
+        let shared = least.saturating_mul(SCRATCH_SHARE).saturating_sub(self.floor_bytes);
+        let longest = least.saturating_add(self.max_scratch_bytes - self.fixed.scratch);
+        shared.div_ceil(SCRATCH_SHARE - 1).min(longest).max(self.floor_bytes)
     }
 }
 

@@ -205,11 +205,16 @@ fn the_trunk_comes_before_the_experts() {
 fn the_recommended_budget_holds_the_trunk_and_one_tokens_experts() {
     for model in SynthModel::ALL {
         let sizes = of_config(model, Recode::Source, Recode::Q4);
-        let least = Plan::new(&sizes, options(floor(&sizes, options(0, 4096)), 4096)).unwrap();
-        let plan = Plan::new(&sizes, options(least.recommended_bytes, 4096)).unwrap();
-        assert_eq!(plan.trunk_read_bytes, 0);
-        assert!(plan.shares.slots >= plan.working_set_bytes, "{plan}");
-        assert_eq!(plan.prefill_chunk, 64);
+        for prefill_chunk in [64, 4096] {
+            let at = |budget| PlanOptions { prefill_chunk, ..options(budget, 4096) };
+            let least = Plan::new(&sizes, at(floor(&sizes, at(0)))).unwrap();
+            let holds = |budget| {
+                let plan = Plan::new(&sizes, at(budget)).unwrap();
+                plan.trunk_read_bytes == 0 && plan.shares.slots >= plan.working_set_bytes
+            };
+            assert!(holds(least.recommended_bytes), "{least}");
+            assert!(!holds(least.recommended_bytes - sizes.record_bytes), "{least}");
+        }
     }
 }
 

@@ -91,6 +91,21 @@ fn folders_of_every_kind_are_planned() {
 }
 
 #[test]
+fn a_run_needs_exactly_what_was_planned() {
+    for more in [&[][..], &["--lookahead", "0"], &["--prefill-chunk", "1", "--threads", "7"]] {
+        let all = [&["--ctx", "64"], more].concat();
+        let plan = rill([&["plan", "--budget", "1Gi", "--json"], &all[..]].concat()).done();
+        let floor = facts(&plan)["floor_bytes"].as_u64().unwrap();
+        let run = |budget: u64| {
+            let budget = budget.to_string();
+            rill([&["run", "-n", "1", "--raw", "x", "--budget", &budget], &all[..]].concat())
+        };
+        run(floor).done();
+        assert!(run(floor - 1).failed().contains(&floor.to_string()));
+    }
+}
+
+#[test]
 fn what_is_no_budget_and_no_configuration_is_refused() {
     for budget in ["8X", "-1", "", "1..5G", "G", "99999999999999999999T"] {
         let message = rill(["plan", &format!("--budget={budget}")]).misused();
