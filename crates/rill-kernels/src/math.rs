@@ -60,7 +60,8 @@ fn pow2(k: i32) -> f32 {
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let x = x.clamp(-104.0, 89.0);
-    let n = (x * LOG2_E + ROUND) - ROUND;
+    let shifted = x * LOG2_E + ROUND;
+    let n = shifted - ROUND;
     let hi = n.mul_add(-LN2_HI, x);
     let lo = n * -LN2_LO;
     let r = hi + lo;
@@ -68,8 +69,10 @@ pub fn exp(x: f32) -> f32 {
     let one_plus = 1.0 + hi;
     let lost = hi - (one_plus - 1.0);
     let p = one_plus + ((r * r).mul_add(horner(&EXP_Q, r), lo) + lost);
-    // Two factors, because 2^n itself may lie outside the normal range. The cast of NaN is 0.
-    let n = n as i32;
+    // The unit of `shifted` in its last place is 1, so its bits count up with n; a cast of n would be
+    // taken out of the lanes, to look for NaN. Whatever this makes of NaN, p is NaN then.
+    let n = shifted.to_bits() as i32 - ROUND.to_bits() as i32;
+    // Two factors, because 2^n itself may lie outside the normal range.
     let a = n >> 1;
     (p * pow2(a)) * pow2(n - a)
 }
@@ -90,12 +93,11 @@ pub fn sigmoid(x: f32) -> f32 {
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     let a = x.abs();
-    if a < TANH_SPLIT {
-        let z = x * x;
-        (x * z).mul_add(horner(&TANH_P, z), x)
-    } else {
-        (1.0 - 2.0 / (exp(2.0 * a) + 1.0)).copysign(x)
-    }
+    // Both are computed, then one is taken: a branch would keep lanes apart.
+    let z = x * x;
+    let near = (x * z).mul_add(horner(&TANH_P, z), x);
+    let far = (1.0 - 2.0 / (exp(2.0 * a) + 1.0)).copysign(x);
+    if a < TANH_SPLIT { near } else { far }
 }
 
 /// ln(1 + e^x).
