@@ -160,19 +160,35 @@ pub(crate) fn l2_normalise(x: &mut [f32], factor: f32) {
 pub(crate) fn short_conv(x: &mut [f32], history: &mut [f32], taps: &[f32]) {
     let channels = x.len();
     let past = history.len() / channels;
-    for c in 0..channels {
-        let mut acc = 0.0f32;
+    // So many channels at a time that compilers turn the loops into vectors; channels do not
+    // meet.
+    let mut acc = [0.0f32; CONV_BLOCK];
+    for first in (0..channels).step_by(CONV_BLOCK) {
+        let part = first..channels.min(first + CONV_BLOCK);
+        let at = |tap: usize| tap * channels + part.start..tap * channels + part.end;
+        let (x, acc) = (&mut x[part.clone()], &mut acc[..part.len()]);
+        acc.fill(0.0);
         for tap in 0..past {
-            acc = taps[tap * channels + c].mul_add(history[tap * channels + c], acc);
+            multiply_add(&taps[at(tap)], &history[at(tap)], acc);
         }
-        acc = taps[past * channels + c].mul_add(x[c], acc);
+        multiply_add(&taps[at(past)], x, acc);
         for tap in 1..past {
-            history[(tap - 1) * channels + c] = history[tap * channels + c];
+            history.copy_within(at(tap), at(tap - 1).start);
         }
         if past > 0 {
-            history[(past - 1) * channels + c] = x[c];
+            history[at(past - 1)].copy_from_slice(x);
         }
-        x[c] = math::silu(acc);
+        for (x, &acc) in x.iter_mut().zip(acc.iter()) {
+            *x = math::silu(acc);
+        }
+    }
+}
+
+/// `acc = fma(tap, input, acc)`, elementwise.
+#[inline(always)]
+fn multiply_add(taps: &[f32], inputs: &[f32], acc: &mut [f32]) {
+    for ((acc, &tap), &input) in acc.iter_mut().zip(taps).zip(inputs) {
+        *acc = tap.mul_add(input, *acc);
     }
 }
 
@@ -325,3 +341,6 @@ pub(crate) fn add(x: &[f32], y: &mut [f32]) {
         *y += x;
     }
 }
+
+/// Channels of the short convolution that are computed together.
+const CONV_BLOCK: usize = 64;
