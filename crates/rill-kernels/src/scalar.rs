@@ -131,23 +131,40 @@ pub(crate) fn columns_packed(m: &Matrix<'_>, a: &[f32], out: &mut [f32]) {
 /// `1 / sqrt(mean(x²) + eps)`.
 #[inline(always)]
 pub(crate) fn inverse_rms(x: &[f32], eps: f32) -> f32 {
-    1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt()
+    inverse_root_mean(dot(x, x), x.len(), eps)
+}
+
+/// The same from the sum of `n` squares.
+#[inline(always)]
+pub(crate) fn inverse_root_mean(squares: f32, n: usize, eps: f32) -> f32 {
+    1.0 / (squares / n as f32 + eps).sqrt()
 }
 
 /// RMSNorm: `out = w · x / sqrt(mean(x²) + eps)`.
 #[inline(always)]
 pub(crate) fn rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
-    let inv = inverse_rms(x, eps);
+    scale_by(x, inverse_rms(x, eps), w, out);
+}
+
+/// `out = (x · inv) · w`.
+#[inline(always)]
+pub(crate) fn scale_by(x: &[f32], inv: f32, w: &[f32], out: &mut [f32]) {
     for ((out, &x), &w) in out.iter_mut().zip(x).zip(w) {
         *out = (x * inv) * w;
     }
 }
 
-/// L2 normalisation in place, then a factor: `x · 1/sqrt(Σx² + 1e-6) · factor`. The 1e-6 is
-/// the reference kernels' guard against a zero vector.
+/// L2 normalisation in place, then a factor: `x · 1/sqrt(Σx² + 1e-6) · factor`.
 #[inline(always)]
 pub(crate) fn l2_normalise(x: &mut [f32], factor: f32) {
-    let inv = 1.0 / (dot(x, x) + 1e-6).sqrt();
+    normalise_by(x, dot(x, x), factor);
+}
+
+/// The same with the sum of squares given. The 1e-6 is the reference kernels' guard against a zero
+/// vector.
+#[inline(always)]
+pub(crate) fn normalise_by(x: &mut [f32], squares: f32, factor: f32) {
+    let inv = 1.0 / (squares + 1e-6).sqrt();
     for x in x {
         *x = (*x * inv) * factor;
     }
@@ -243,41 +260,62 @@ pub(crate) fn kda_step(
     }
 }
 
-/// Attention of one query over the latent cache of its positions: `q` (width), `cache`
-/// (positions, width), `out` (≤ width) is the weighted mean of each row's first `out.len()`
-/// values.
+/// Attention of some heads' queries over the latent cache of their positions: `q` (heads, width),
+/// `cache` (positions, width), `out` (heads, rank ≤ width) is the weighted mean of each row's first
+/// rank values.
 #[inline(always)]
-pub(crate) fn attend(q: &[f32], cache: &[f32], scale: f32, out: &mut [f32]) {
-    let width = q.len();
-    let rank = out.len();
-    let mut running_max = f32::NEG_INFINITY;
-    let mut total = 0.0f32;
-    let mut weights = [0.0f32; ATTENTION_BLOCK];
-    out.fill(0.0);
-    for (index, block) in cache.chunks(ATTENTION_BLOCK * width).enumerate() {
-        let weights = &mut weights[..block.len() / width];
-        for (w, row) in weights.iter_mut().zip(block.chunks_exact(width)) {
-            *w = dot(q, row) * scale;
-        }
-        let block_max = max(weights);
-        let new_max = if block_max > running_max { block_max } else { running_max };
-        let correction = if index == 0 { 0.0 } else { math::exp(running_max - new_max) };
-        for w in weights.iter_mut() {
-            *w = math::exp(*w - new_max);
-        }
-        running_max = new_max;
-        total = total.mul_add(correction, sum(weights));
-        for out in out.iter_mut() {
-            *out *= correction;
-        }
-        for (&w, row) in weights.iter().zip(block.chunks_exact(width)) {
-            for (out, &c) in out.iter_mut().zip(&row[..rank]) {
-                *out = w.mul_add(c, *out);
+pub(crate) fn attend(q: &[f32], width: usize, cache: &[f32], scale: f32, out: &mut [f32]) {
+    let rank = out.len() / (q.len() / width);
+    for (q, out) in q.chunks_exact(width).zip(out.chunks_exact_mut(rank)) {
+        let mut softmax = Softmax::EMPTY;
+        let mut weights = [0.0f32; ATTENTION_BLOCK];
+        out.fill(0.0);
+        for block in cache.chunks(ATTENTION_BLOCK * width) {
+            let weights = &mut weights[..block.len() / width];
+            for (w, row) in weights.iter_mut().zip(block.chunks_exact(width)) {
+                *w = dot(q, row) * scale;
+            }
+            let correction = softmax.take(weights);
+            for out in out.iter_mut() {
+                *out *= correction;
+            }
+            for (&w, row) in weights.iter().zip(block.chunks_exact(width)) {
+                axpy(w, &row[..rank], out);
             }
         }
+        for out in out {
+            *out /= softmax.total;
+        }
     }
-    for out in out {
-        *out /= total;
+}
+
+/// A softmax over blocks of scores, one after another.
+#[derive(Clone, Copy)]
+pub(crate) struct Softmax {
+    max: f32,
+    /// Of the weights so far.
+    pub(crate) total: f32,
+    begun: bool,
+}
+
+impl Softmax {
+    /// Before the first block.
+    pub(crate) const EMPTY: Self = Self { max: f32::NEG_INFINITY, total: 0.0, begun: false };
+
+    /// Turns a block's scores into weights; what was weighed before is to be multiplied by the
+    /// result.
+    #[inline(always)]
+    pub(crate) fn take(&mut self, scores: &mut [f32]) -> f32 {
+        let block_max = max(scores);
+        let new_max = if block_max > self.max { block_max } else { self.max };
+        let correction = if self.begun { math::exp(self.max - new_max) } else { 0.0 };
+        for s in scores.iter_mut() {
+            *s = math::exp(*s - new_max);
+        }
+        self.total = self.total.mul_add(correction, sum(scores));
+        self.max = new_max;
+        self.begun = true;
+        correction
     }
 }
 

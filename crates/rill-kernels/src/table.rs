@@ -9,7 +9,7 @@ use crate::scalar;
 use crate::{avx2, avx512};
 
 /// Declares the table, its scalar entries and, for x86-64, the same source compiled with
-/// fused multiply-add and 256-bit vectors.
+/// fused multiply-add and 256-bit or 512-bit vectors.
 macro_rules! table {
     ($( $name:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty)?; )*) => {
         #[derive(Clone, Copy)]
@@ -33,6 +33,23 @@ macro_rules! table {
 
         #[cfg(target_arch = "x86_64")]
         const FUSED: Table = Table { $( $name: fused::$name, )* };
+
+        #[cfg(target_arch = "x86_64")]
+        mod wide {
+            use crate::codec::Vq;
+            use crate::matrix::Matrix;
+
+            $(
+                #[allow(clippy::too_many_arguments, reason = "the scalar kernel's signature")]
+                #[target_feature(enable = "avx512f,avx512bw,fma")]
+                pub(super) fn $name($($arg: $ty),*) $(-> $ret)? {
+                    super::scalar::$name($($arg),*)
+                }
+            )*
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        const WIDE: Table = Table { $( $name: wide::$name, )* };
     };
 }
 
@@ -54,7 +71,7 @@ table! {
     decay_bounded(z: &[f32], bias: &[f32], rate: f32, lower_bound: f32, out: &mut [f32]);
     decay_unbounded(z: &[f32], bias: &[f32], rate: f32, out: &mut [f32]);
     kda_step(state: &mut [f32], decay: &[f32], q: &[f32], k: &[f32], v: &mut [f32], beta: f32, out: &mut [f32]);
-    attend(q: &[f32], cache: &[f32], scale: f32, out: &mut [f32]);
+    attend(q: &[f32], width: usize, cache: &[f32], scale: f32, out: &mut [f32]);
     sigmoid_gate(x: &mut [f32], gate: &[f32]);
     silu_product(gate: &mut [f32], up: &[f32]);
     situ_product(gate: &mut [f32], up: &[f32], beta: f32, linear_beta: f32);
@@ -84,7 +101,7 @@ const AVX512: Table = Table {
     matmul_q8: avx512::matmul_q8,
     matmul_q4: avx512::matmul_q4,
     matmul_mxfp4: avx512::matmul_mxfp4,
-    ..FUSED
+    ..WIDE
 };
 
 /// A set of kernels, chosen once. Every set gives the same bits.
@@ -252,12 +269,16 @@ impl Kernels {
         call!(self.kda_step(state, decay, q, k, v, beta, out));
     }
 
-    /// Attention of `q` (width) over `cache` (positions ≥ 1, width); `out` (≤ width) becomes
-    /// the weighted mean of the rows' first values.
-    pub fn attend(&self, q: &[f32], cache: &[f32], scale: f32, out: &mut [f32]) {
-        assert!(!q.is_empty() && out.len() <= q.len());
-        assert!(!cache.is_empty() && cache.len().is_multiple_of(q.len()));
-        call!(self.attend(q, cache, scale, out));
+    /// Attention of every head's query in `q` (heads, width) over `cache` (positions ≥ 1, width);
+    /// `out` (heads, rank ≤ width) becomes the weighted mean of the rows' first values.
+    pub fn attend(&self, q: &[f32], width: usize, cache: &[f32], scale: f32, out: &mut [f32]) {
+        assert!(width > 0 && !q.is_empty() && q.len().is_multiple_of(width));
+        let heads = q.len() / width;
+        assert!(out.len().is_multiple_of(heads) && out.len() <= q.len());
+        assert!(!cache.is_empty() && cache.len().is_multiple_of(width));
+        if !out.is_empty() {
+            call!(self.attend(q, width, cache, scale, out));
+        }
     }
 
     /// `x = x · sigmoid(gate)`.

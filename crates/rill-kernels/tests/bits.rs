@@ -441,6 +441,31 @@ fn columns_are_the_transposed_product() {
 }
 
 #[test]
+fn columns_agree_on_every_length_and_alignment() {
+    let mut rng = Rng(41);
+    for codec in CODECS {
+        for cols in 1..=300 {
+            // Fewer rows than are taken together, some left over, none.
+            let rows = [1, 3, 4, 5, 8, 21][cols % 6];
+            if codec.layout(rows, cols).is_err() {
+                continue;
+            }
+            let packed = Packed::random(&mut rng, codec, rows, cols);
+            let shift = cols % 5;
+            let moved = |b: &[u8]| [vec![0; shift], b.to_vec()].concat();
+            let (codes, scales) = (moved(&packed.codes), moved(&packed.scales));
+            let m = packed.over(&codes[shift..], &scales[shift..]);
+            let a = rng.wild(rows + 1);
+            every_set(&format!("columns of {codec:?} ({rows}, {cols})"), |k| {
+                let mut out = vec![7.0; cols + 3];
+                k.columns(&m, &a[1..], &mut out[3..]);
+                out
+            });
+        }
+    }
+}
+
+#[test]
 fn kda_step_follows_the_recurrence() {
     let mut rng = Rng(8);
     for d in [1, 8, 24, 32, 128] {
@@ -477,6 +502,26 @@ fn kda_step_follows_the_recurrence() {
 }
 
 #[test]
+fn kda_step_agrees_on_every_width_and_alignment() {
+    let mut rng = Rng(42);
+    for width in 1..=300 {
+        let keys = 1 + rng.next() as usize % 40;
+        let shift = width % 3;
+        let state = rng.wild(shift + keys * width);
+        let [decay, q, k] = std::array::from_fn(|_| rng.wild(shift + keys));
+        let v = rng.wild(shift + width);
+        every_set(&format!("kda_step ({keys}, {width})"), |kernels| {
+            let (mut state, mut v) = (state.clone(), v.clone());
+            let mut out = vec![7.0; shift + width];
+            let [decay, q, k] = [&decay[shift..], &q[shift..], &k[shift..]];
+            let out_here = &mut out[shift..];
+            kernels.kda_step(&mut state[shift..], decay, q, k, &mut v[shift..], 0.7, out_here);
+            [state, v, out].concat()
+        });
+    }
+}
+
+#[test]
 fn attention_is_the_softmax_mean_over_any_number_of_blocks() {
     let mut rng = Rng(9);
     let (width, rank) = (40, 32);
@@ -485,7 +530,7 @@ fn attention_is_the_softmax_mean_over_any_number_of_blocks() {
         let cache = rng.vec(positions * width);
         let got = every_set("attend", |k| {
             let mut out = vec![0.0; rank];
-            k.attend(&q, &cache, 0.3, &mut out);
+            k.attend(&q, width, &cache, 0.3, &mut out);
             out
         });
         let score = |row: &[f32]| {
@@ -499,6 +544,75 @@ fn attention_is_the_softmax_mean_over_any_number_of_blocks() {
             let exact = terms.map(|(s, row)| (s - max).exp() / total * f64::from(row[c])).sum();
             close("attend", *got, exact, 1.0, 2e-6);
         }
+    }
+}
+
+#[test]
+fn attention_agrees_on_every_shape() {
+    let mut rng = Rng(43);
+    let mut among = |values: &[usize]| values[rng.next() as usize % values.len()];
+    let shapes: Vec<[usize; 4]> = (0..200)
+        .map(|_| {
+            let width = among(&[1, 15, 16, 40, 64, 144, 208, 576]);
+            let rank = among(&[1, width / 2, width / 16 * 16, width]).clamp(1, width);
+            let heads = among(&[1, 2, 3, 4, 5, 7, 8, 9, 12, 31, 32, 33, 41]);
+            [heads, width, rank, among(&[1, 2, 3, 4, 5, 7, 63, 64, 65, 66, 67, 130])]
+        })
+        .collect();
+    let mut rng = Rng(44);
+    for (case, [heads, width, rank, positions]) in shapes.into_iter().enumerate() {
+        let shift = case % 3;
+        let numbers = |rng: &mut Rng, n| match case % 4 {
+            0 => rng.wild(n),
+            _ => rng.vec(n),
+        };
+        let q = numbers(&mut rng, shift + heads * width);
+        let cache = numbers(&mut rng, shift + positions * width);
+        let attend = |k: &Kernels, q: &[f32], heads: usize| {
+            let mut out = vec![7.0; shift + heads * rank];
+            k.attend(q, width, &cache[shift..], 0.3, &mut out[shift..]);
+            out.split_off(shift)
+        };
+        let what = format!("{heads} heads of {width} and {rank}, {positions} positions");
+        let together = every_set(&what, |k| attend(k, &q[shift..], heads));
+        let alone = q[shift..].chunks(width).flat_map(|q| attend(&Kernels::SCALAR, q, 1));
+        same_bits(&what, &together, &alone.collect::<Vec<f32>>());
+    }
+}
+
+#[test]
+fn attention_of_infinite_and_missing_scores_agrees() {
+    // Scores of −∞ and NaN in the first block, in a later one, everywhere.
+    let (width, rank, heads) = (32, 16, 9);
+    let q = vec![1.0; heads * width];
+    for score in [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, f32::MAX, -0.0] {
+        for bad in [0..1, 0..64, 64..65, 64..128, 3..130, 0..130] {
+            let mut cache = Rng(45).vec(130 * width);
+            for t in bad.clone() {
+                cache[t * width + t % width] = score;
+            }
+            every_set(&format!("{score} at {bad:?}"), |k| {
+                let mut out = vec![0.0; heads * rank];
+                k.attend(&q, width, &cache, 0.5, &mut out);
+                out
+            });
+        }
+    }
+}
+
+#[test]
+fn short_convolution_agrees_on_every_width_and_kernel() {
+    let mut rng = Rng(46);
+    for channels in 1..=300 {
+        let (past, shift) = (channels % 5, channels % 3);
+        let x = rng.wild(shift + channels);
+        let history = rng.wild(shift + past * channels);
+        let taps = rng.wild(shift + (past + 1) * channels);
+        every_set(&format!("{past} past inputs of {channels} channels"), |k| {
+            let (mut x, mut history) = (x.clone(), history.clone());
+            k.short_conv(&mut x[shift..], &mut history[shift..], &taps[shift..]);
+            [x, history].concat()
+        });
     }
 }
 
@@ -532,7 +646,7 @@ fn short_convolution_remembers_its_three_previous_inputs() {
 #[test]
 fn elementwise_kernels_agree_on_every_length_and_on_wild_inputs() {
     type Step = fn(&Kernels, &mut [f32], &[f32]);
-    let steps: [(&str, Step); 11] = [
+    let steps: [(&str, Step); 12] = [
         ("sigmoid_gate", |k, x, y| k.sigmoid_gate(x, y)),
         ("silu_product", |k, x, y| k.silu_product(x, y)),
         ("situ_product", |k, x, y| k.situ_product(x, y, 4.0, 25.0)),
@@ -543,6 +657,11 @@ fn elementwise_kernels_agree_on_every_length_and_on_wild_inputs() {
         ("l2_normalise", |k, x, _| k.l2_normalise(x, 0.25)),
         ("decay_bounded", |k, x, y| k.decay_bounded(y, y, 1.5, -5.0, x)),
         ("decay_unbounded", |k, x, y| k.decay_unbounded(y, y, 0.5, x)),
+        ("inverse_rms", |k, x, _| {
+            if let [x, rest @ ..] = x {
+                *x = k.inverse_rms(rest, 1e-5);
+            }
+        }),
         ("rms_norm", |k, x, y| {
             if !y.is_empty() {
                 let input = x.to_vec();
@@ -551,12 +670,14 @@ fn elementwise_kernels_agree_on_every_length_and_on_wild_inputs() {
         }),
     ];
     let mut rng = Rng(11);
-    for n in 0..=70 {
-        let (x, y) = (rng.wild(n), rng.wild(n));
+    for n in 0..=300 {
+        let shift = n % 4;
+        let numbers = |rng: &mut Rng| if n % 2 == 0 { rng.wild(n + 4) } else { rng.vec(n + 4) };
+        let (x, y) = (numbers(&mut rng), numbers(&mut rng));
         for (name, step) in steps {
             every_set(&format!("{name} of {n}"), |k| {
                 let mut x = x.clone();
-                step(k, &mut x, &y);
+                step(k, &mut x[shift..shift + n], &y[4 - shift..][..n]);
                 x
             });
         }

@@ -46,21 +46,42 @@ pub(crate) fn forward(
     let kv_b = matrices.view(weights.kv_b_proj);
     let cache = &state.cache;
     let mut mixed = vec![0.0; n * heads * v_dim]; // (heads, n, v)
-    let mut parts: Vec<_> = mixed.chunks_exact_mut(n * v_dim).enumerate().collect();
+    // Heads share the cache, so each part takes many: the kernel reads it once for all of them.
+    let rounds = heads.div_ceil(compute.pool.threads() * HEADS);
+    let per_part = heads.div_ceil(compute.pool.threads() * rounds);
+    let mut parts: Vec<_> = mixed.chunks_mut(per_part * n * v_dim).enumerate().collect();
     let work = n * heads * (rank * (nope + v_dim) + (past + n) * (width + rank));
-    compute.pool.each(&mut parts, work, |(h, mixed)| {
-        let first = *h * (nope + v_dim);
-        let w_k = kv_b.row_range(first..first + nope);
-        let w_v = kv_b.row_range(first + nope..first + nope + v_dim);
-        let mut query = vec![0.0; width];
-        let mut latent = vec![0.0; rank];
-        for (t, mixed) in mixed.chunks_exact_mut(v_dim).enumerate() {
-            let q = &q[(t * heads + *h) * (nope + rope)..][..nope + rope];
-            kernels.columns(&w_k, &q[..nope], &mut query[..rank]);
-            query[rank..].copy_from_slice(&q[nope..]);
-            let seen = &cache[..(past + t + 1) * width];
-            kernels.attend(&query, seen, scale, &mut latent);
-            kernels.matmul(&w_v, &latent, 1, mixed);
+    compute.pool.each(&mut parts, work, |(part, mixed)| {
+        let heads_here = *part * per_part..*part * per_part + mixed.len() / (n * v_dim);
+        // (tokens, heads of this part, …)
+        let mut queries = vec![0.0; TOKENS.min(n) * heads_here.len() * width];
+        let mut latents = vec![0.0; TOKENS.min(n) * heads_here.len() * rank];
+        for first in (0..n).step_by(TOKENS) {
+            let tokens = first..n.min(first + TOKENS);
+            let at = |t: usize, i: usize| (t - first) * heads_here.len() + i;
+            for (i, h) in heads_here.clone().enumerate() {
+                let row = h * (nope + v_dim);
+                let w_k = kv_b.row_range(row..row + nope);
+                for t in tokens.clone() {
+                    let q = &q[(t * heads + h) * (nope + rope)..][..nope + rope];
+                    let (latent, shared) = queries[at(t, i) * width..][..width].split_at_mut(rank);
+                    kernels.columns(&w_k, &q[..nope], latent);
+                    shared.copy_from_slice(&q[nope..]);
+                }
+            }
+            for t in tokens.clone() {
+                let queries = &queries[at(t, 0) * width..at(t + 1, 0) * width];
+                let latents = &mut latents[at(t, 0) * rank..at(t + 1, 0) * rank];
+                kernels.attend(queries, width, &cache[..(past + t + 1) * width], scale, latents);
+            }
+            for (i, h) in heads_here.clone().enumerate() {
+                let row = h * (nope + v_dim) + nope;
+                let w_v = kv_b.row_range(row..row + v_dim);
+                for t in tokens.clone() {
+                    let latent = &latents[at(t, i) * rank..][..rank];
+                    kernels.matmul(&w_v, latent, 1, &mut mixed[(i * n + t) * v_dim..][..v_dim]);
+                }
+            }
         }
     });
     let mut mixed = join_heads(&mixed, heads, n, v_dim);
@@ -69,3 +90,8 @@ pub(crate) fn forward(
     }
     linear(&weights.o_proj, &mixed)
 }
+
+/// Heads of a part at most; the kernel gains nothing from more.
+const HEADS: usize = 32;
+/// Tokens that a head's weights are read for at a time.
+const TOKENS: usize = 8;

@@ -297,7 +297,10 @@ fn scratch_bytes_per_token(config: &ModelConfig) -> u64 {
         let q = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) as u64;
         let row = (mla.kv_lora_rank + mla.qk_rope_head_dim) as u64;
         let low = mla.q_lora_rank.unwrap_or(0) as u64;
-        2 * (q + low + row) + 4 * heads * mla.v_head_dim as u64
+        let v = heads * mla.v_head_dim as u64;
+        // Around attention, and during it: every head's absorbed query and mean latent.
+        let attending = q + v + heads * (row + mla.kv_lora_rank as u64);
+        attending.max(2 * (q + low + row) + 4 * v)
     };
     let dense = 4 * config.dense_intermediate_size as u64;
     let moe = {
