@@ -14,6 +14,8 @@ pub mod math;
 mod matrix;
 mod pool;
 mod scalar;
+#[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
+mod steps;
 mod table;
 
 pub use codec::{Codec, EncodeError, GROUP_RANGE, Layout, LayoutError, Vq};

@@ -5,6 +5,8 @@ use std::fmt;
 use crate::codec::{Codec, Vq};
 use crate::matrix::Matrix;
 use crate::scalar;
+#[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
+use crate::steps;
 #[cfg(target_arch = "x86_64")]
 use crate::{avx2, avx512};
 
@@ -90,6 +92,16 @@ const AVX2: Table = Table {
     matmul_q8: avx2::matmul_q8,
     matmul_q4: avx2::matmul_q4,
     matmul_mxfp4: avx2::matmul_mxfp4,
+    dot: steps::avx2::dot,
+    sum: steps::avx2::sum,
+    inverse_rms: steps::avx2::inverse_rms,
+    rms_norm: steps::avx2::rms_norm,
+    l2_normalise: steps::avx2::l2_normalise,
+    columns_f32: steps::avx2::columns_f32,
+    columns_bf16: steps::avx2::columns_bf16,
+    columns_packed: steps::avx2::columns_packed,
+    kda_step: steps::avx2::kda_step,
+    attend: steps::avx2::attend,
     ..FUSED
 };
 
@@ -101,7 +113,34 @@ const AVX512: Table = Table {
     matmul_q8: avx512::matmul_q8,
     matmul_q4: avx512::matmul_q4,
     matmul_mxfp4: avx512::matmul_mxfp4,
+    dot: steps::avx512::dot,
+    sum: steps::avx512::sum,
+    inverse_rms: steps::avx512::inverse_rms,
+    rms_norm: steps::avx512::rms_norm,
+    l2_normalise: steps::avx512::l2_normalise,
+    columns_f32: steps::avx512::columns_f32,
+    columns_bf16: steps::avx512::columns_bf16,
+    columns_packed: steps::avx512::columns_packed,
+    kda_step: steps::avx512::kda_step,
+    attend: steps::avx512::attend,
     ..WIDE
+};
+
+/// The specification, which compilers vectorise for every 64-bit Arm where it is elementwise, and the
+/// rest in 128-bit vectors.
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+const NEON: Table = Table {
+    dot: steps::neon::dot,
+    sum: steps::neon::sum,
+    inverse_rms: steps::neon::inverse_rms,
+    rms_norm: steps::neon::rms_norm,
+    l2_normalise: steps::neon::l2_normalise,
+    columns_f32: steps::neon::columns_f32,
+    columns_bf16: steps::neon::columns_bf16,
+    columns_packed: steps::neon::columns_packed,
+    kda_step: steps::neon::kda_step,
+    attend: steps::neon::attend,
+    ..SCALAR
 };
 
 /// A set of kernels, chosen once. Every set gives the same bits.
@@ -146,6 +185,10 @@ impl Kernels {
             if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
                 sets.push(Kernels { name: "avx512", table: AVX512 });
             }
+        }
+        #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+        if std::arch::is_aarch64_feature_detected!("neon") {
+            sets.push(Kernels { name: "neon", table: NEON });
         }
         sets
     }
