@@ -1,165 +1,211 @@
 //! Products with 256-bit vectors: sixteen lanes are two registers.
 //!
-//! No array is mapped here: a closure that needs CPU features cannot be compiled into `map`, which
-//! has none.
+//! No array of registers is mapped or iterated over: closures that need CPU features are not compiled
+//! into functions that have none, and iterators of arrays put registers into memory.
 #![expect(unsafe_code, reason = "vector loads and stores")]
 
 use std::arch::x86_64::*;
 
-use crate::codec::plain::{bf16_at, f32_at};
-use crate::codec::{f16_at, join, mxfp4, q4, q8};
-use crate::lanes::{Tile, matmuls, over_tiles};
+use crate::codec::{PARTIALS, bf16_bytes, f16_scales, join, mxfp4, q4};
+use crate::lanes::{MANY, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products};
 use crate::matrix::Matrix;
 
-#[derive(Clone, Copy)]
-struct Lanes(__m256, __m256);
+type Part = __m256;
+const WIDTH: usize = 8;
+const ROWS: usize = 2;
+const VECTORS: usize = 2;
 
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 #[inline]
-fn zero() -> Lanes {
-    Lanes(_mm256_setzero_ps(), _mm256_setzero_ps())
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn splat(x: f32) -> Lanes {
-    Lanes(_mm256_set1_ps(x), _mm256_set1_ps(x))
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn mul(a: Lanes, b: Lanes) -> Lanes {
-    Lanes(_mm256_mul_ps(a.0, b.0), _mm256_mul_ps(a.1, b.1))
+fn part_splat(x: f32) -> Part {
+    _mm256_set1_ps(x)
 }
 
 #[target_feature(enable = "avx2,fma")]
 #[inline]
-fn fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes {
-    Lanes(_mm256_fmadd_ps(a.0, b.0, c.0), _mm256_fmadd_ps(a.1, b.1, c.1))
+fn part_fma(a: Part, b: Part, c: Part) -> Part {
+    _mm256_fmadd_ps(a, b, c)
 }
 
 /// # Safety
-/// Sixteen values must be readable.
-#[target_feature(enable = "avx2")]
+/// Eight values must be readable.
+#[target_feature(enable = "avx2,fma")]
 #[inline]
-unsafe fn load(x: *const f32) -> Lanes {
+unsafe fn part_load(x: *const f32) -> Part {
     // SAFETY: the caller's promise; any alignment will do.
-    unsafe { Lanes(_mm256_loadu_ps(x), _mm256_loadu_ps(x.add(8))) }
+    unsafe { _mm256_loadu_ps(x) }
 }
 
-#[target_feature(enable = "avx2")]
+/// # Safety
+/// Eight values must be writable.
+#[target_feature(enable = "avx2,fma")]
 #[inline]
-fn to_array(x: Lanes) -> [f32; 16] {
-    let mut out = [0.0; 16];
-    // SAFETY: the array has sixteen values.
-    unsafe {
-        _mm256_storeu_ps(out.as_mut_ptr(), x.0);
-        _mm256_storeu_ps(out.as_mut_ptr().add(8), x.1);
+unsafe fn part_store(x: Part, to: *mut f32) {
+    // SAFETY: the caller's promise; any alignment will do.
+    unsafe { _mm256_storeu_ps(to, x) }
+}
+
+struct F32;
+
+impl Format for F32 {
+    const BYTES: usize = 128;
+    const PAD: u8 = 0x3f;
+    const SCALED: bool = false;
+
+    #[target_feature(enable = "avx2,fma")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [load(codes.cast()), load(codes.add(64).cast())] }
     }
-    out
 }
 
-#[target_feature(enable = "avx2")]
-#[inline]
-fn from_array(x: [f32; 16]) -> Lanes {
-    // SAFETY: the array has sixteen values.
-    unsafe { load(x.as_ptr()) }
-}
+struct Bf16;
 
-/// # Safety
-/// 64 bytes must be readable.
-#[target_feature(enable = "avx2")]
-#[inline]
-unsafe fn f32s(codes: *const u8) -> Lanes {
-    // SAFETY: the caller's promise.
-    unsafe { load(codes.cast()) }
-}
+impl Format for Bf16 {
+    const BYTES: usize = 64;
+    const PAD: u8 = 0x3f;
+    const SCALED: bool = false;
 
-/// # Safety
-/// 32 bytes must be readable.
-#[target_feature(enable = "avx2")]
-#[inline]
-unsafe fn bf16s(codes: *const u8) -> Lanes {
-    // SAFETY: the caller's promise.
-    let (a, b) = unsafe { (_mm_loadu_si128(codes.cast()), _mm_loadu_si128(codes.add(16).cast())) };
-    Lanes(widened(a), widened(b))
+    #[target_feature(enable = "avx2,fma")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            [
+                [widened(codes), widened(codes.add(16))],
+                [widened(codes.add(32)), widened(codes.add(48))],
+            ]
+        }
+    }
 }
 
 /// Eight bf16 as f32.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn widened(halves: __m128i) -> __m256 {
-    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
-}
-
-/// Sixteen signed bytes as numbers.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn signed(bytes: __m128i) -> Lanes {
-    let high = _mm_unpackhi_epi64(bytes, bytes);
-    Lanes(
-        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)),
-    )
-}
-
+///
 /// # Safety
-/// 16 bytes must be readable.
-#[target_feature(enable = "avx2")]
+/// Sixteen bytes must be readable.
+#[target_feature(enable = "avx2,fma")]
 #[inline]
-unsafe fn q8s(codes: *const u8) -> Lanes {
+unsafe fn widened(codes: *const u8) -> __m256 {
     // SAFETY: the caller's promise.
-    signed(unsafe { _mm_loadu_si128(codes.cast()) })
+    let halves = _mm256_cvtepu16_epi32(unsafe { _mm_loadu_si128(codes.cast()) });
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves))
 }
 
-/// Nibbles of eight bytes in the order of their inputs, each in the low bits of its byte; the high
-/// bits of even ones are left over.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn spread(bytes: __m128i) -> __m128i {
-    _mm_unpacklo_epi8(bytes, _mm_srli_epi16::<4>(bytes))
+struct Q8;
+
+impl Format for Q8 {
+    const BYTES: usize = 32;
+    const PAD: u8 = 1;
+    const SCALED: bool = true;
+
+    #[target_feature(enable = "avx2,fma")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            [[signed(codes), signed(codes.add(8))], [signed(codes.add(16)), signed(codes.add(24))]]
+        }
+    }
+
+    #[inline(always)]
+    fn scales(row: &[u8], first: usize, out: &mut [f32]) {
+        f16_scales(row, first, out);
+    }
 }
 
+/// Eight signed bytes as numbers.
+///
 /// # Safety
-/// 8 bytes must be readable.
-#[target_feature(enable = "avx2")]
+/// Eight bytes must be readable.
+#[target_feature(enable = "avx2,fma")]
 #[inline]
-unsafe fn q4s(codes: *const u8) -> Lanes {
+unsafe fn signed(codes: *const u8) -> __m256 {
     // SAFETY: the caller's promise.
     let bytes = unsafe { _mm_loadl_epi64(codes.cast()) };
-    let nibbles = _mm_and_si128(spread(bytes), _mm_set1_epi8(15));
-    signed(_mm_sub_epi8(nibbles, _mm_set1_epi8(8)))
+    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))
 }
 
+/// Looks up thirty-two nibbles. The values are bf16, in a table of low and one of high bytes. Bytes
+/// are first laid out so that a lane of 32 bits comes to hold the values of inputs j and j + 8.
+///
 /// # Safety
-/// 16 bytes must be readable.
-#[target_feature(enable = "avx2")]
+/// Sixteen bytes must be readable.
+#[target_feature(enable = "avx2,fma")]
 #[inline]
-unsafe fn mxfp4s(codes: *const u8) -> [Lanes; 2] {
-    // SAFETY: the caller's promise.
-    let bytes = unsafe { _mm_loadu_si128(codes.cast()) };
-    let (low, high) = (spread(bytes), spread(_mm_unpackhi_epi64(bytes, bytes)));
-    [sixteen(low), sixteen(high)]
+unsafe fn nibbles(codes: *const u8, [low, high]: &[[u8; 16]; 2]) -> [Lanes; 2] {
+    // SAFETY: the caller's promise; the tables have sixteen bytes.
+    let [codes, low, high] = unsafe {
+        [
+            _mm_loadu_si128(codes.cast()),
+            _mm_loadu_si128(low.as_ptr().cast()),
+            _mm_loadu_si128(high.as_ptr().cast()),
+        ]
+    };
+    let (codes, low, high) =
+        (_mm256_set_m128i(codes, codes), _mm256_set_m128i(low, low), _mm256_set_m128i(high, high));
+    #[rustfmt::skip]
+    let from = _mm256_setr_epi8(
+        0, 4, 0, 4, 1, 5, 1, 5, 8, 12, 8, 12, 9, 13, 9, 13,
+        2, 6, 2, 6, 3, 7, 3, 7, 10, 14, 10, 14, 11, 15, 11, 15,
+    );
+    // Pairs of bytes alternate between even inputs, whose nibble is the low one, and odd ones.
+    let even = _mm256_shuffle_epi8(codes, from);
+    let either = _mm256_blend_epi16::<0xaa>(even, _mm256_srli_epi16::<4>(even));
+    let nibbles = _mm256_and_si256(either, _mm256_set1_epi8(15));
+    let (low, high) = (_mm256_shuffle_epi8(low, nibbles), _mm256_shuffle_epi8(high, nibbles));
+    [halves(_mm256_unpacklo_epi8(low, high)), halves(_mm256_unpackhi_epi8(low, high))]
 }
 
-/// Values of sixteen nibbles, each in the low bits of its byte.
-#[target_feature(enable = "avx2")]
+/// The bf16 in the lower halves of lanes, then those in the upper halves.
+#[target_feature(enable = "avx2,fma")]
 #[inline]
-fn sixteen(nibbles: __m128i) -> Lanes {
-    Lanes(magnitudes(nibbles), magnitudes(_mm_unpackhi_epi64(nibbles, nibbles)))
+fn halves(pairs: __m256i) -> Lanes {
+    let upper = _mm256_and_si256(pairs, _mm256_set1_epi32(!0xffff));
+    [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)), _mm256_castsi256_ps(upper)]
 }
 
-/// Values of eight nibbles, which lie in the low bits of the low eight bytes.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn magnitudes(nibbles: __m128i) -> __m256 {
-    let v = mxfp4::VALUES;
-    let values = _mm256_setr_ps(v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]);
-    let index = _mm256_cvtepu8_epi32(nibbles);
-    // The permutation looks at three bits of each index; the fourth is the sign, also of zero.
-    let magnitude = _mm256_permutevar8x32_ps(values, index);
-    let sign = _mm256_and_si256(_mm256_slli_epi32::<28>(index), _mm256_set1_epi32(i32::MIN));
-    _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign))
+struct Q4;
+
+impl Format for Q4 {
+    const BYTES: usize = 16;
+    const PAD: u8 = 0x99;
+    const SCALED: bool = true;
+
+    #[target_feature(enable = "avx2,fma")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { nibbles(codes, &const { bf16_bytes(q4::VALUES) }) }
+    }
+
+    #[inline(always)]
+    fn scales(row: &[u8], first: usize, out: &mut [f32]) {
+        f16_scales(row, first, out);
+    }
 }
 
-matmuls!("avx2,fma");
+struct Mxfp4;
+
+impl Format for Mxfp4 {
+    const BYTES: usize = 16;
+    // No row ends within a block.
+    const PAD: u8 = 0x22;
+    const SCALED: bool = true;
+    const GROUP: Option<usize> = Some(mxfp4::BLOCK);
+    const START: f32 = -0.0;
+
+    #[target_feature(enable = "avx2,fma")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { nibbles(codes, &const { bf16_bytes(mxfp4::VALUES) }) }
+    }
+
+    #[inline(always)]
+    fn scales(row: &[u8], first: usize, out: &mut [f32]) {
+        mxfp4::scales(row, first, out);
+    }
+}
+
+products!("avx2,fma");

@@ -1,39 +1,29 @@
 //! Products with 512-bit vectors: sixteen lanes are one register.
 //!
-//! No array is mapped here: a closure that needs CPU features cannot be compiled into `map`, which
-//! has none.
+//! No array of registers is mapped or iterated over: closures that need CPU features are not compiled
+//! into functions that have none, and iterators of arrays put registers into memory.
 #![expect(unsafe_code, reason = "vector loads and stores")]
 
 use std::arch::x86_64::*;
 
-use crate::codec::plain::{bf16_at, f32_at};
-use crate::codec::{f16_at, join, mxfp4, q4, q8};
-use crate::lanes::{Tile, matmuls, over_tiles};
+use crate::codec::{PARTIALS, f16_scales, join, mxfp4, q4};
+use crate::lanes::{MANY, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products};
 use crate::matrix::Matrix;
 
-type Lanes = __m512;
+type Part = __m512;
+const WIDTH: usize = 16;
+const ROWS: usize = 4;
+const VECTORS: usize = 4;
 
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn zero() -> Lanes {
-    _mm512_setzero_ps()
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn splat(x: f32) -> Lanes {
+fn part_splat(x: f32) -> Part {
     _mm512_set1_ps(x)
 }
 
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn mul(a: Lanes, b: Lanes) -> Lanes {
-    _mm512_mul_ps(a, b)
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+fn part_fma(a: Part, b: Part, c: Part) -> Part {
     _mm512_fmadd_ps(a, b, c)
 }
 
@@ -41,93 +31,181 @@ fn fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes {
 /// Sixteen values must be readable.
 #[target_feature(enable = "avx512f")]
 #[inline]
-unsafe fn load(x: *const f32) -> Lanes {
+unsafe fn part_load(x: *const f32) -> Part {
     // SAFETY: the caller's promise; any alignment will do.
     unsafe { _mm512_loadu_ps(x) }
 }
 
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn to_array(x: Lanes) -> [f32; 16] {
-    let mut out = [0.0; 16];
-    // SAFETY: the array has sixteen values.
-    unsafe { _mm512_storeu_ps(out.as_mut_ptr(), x) };
-    out
-}
-
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn from_array(x: [f32; 16]) -> Lanes {
-    // SAFETY: the array has sixteen values.
-    unsafe { load(x.as_ptr()) }
-}
-
 /// # Safety
-/// 64 bytes must be readable.
+/// Sixteen values must be writable.
 #[target_feature(enable = "avx512f")]
 #[inline]
-unsafe fn f32s(codes: *const u8) -> Lanes {
-    // SAFETY: the caller's promise.
-    unsafe { load(codes.cast()) }
+unsafe fn part_store(x: Part, to: *mut f32) {
+    // SAFETY: the caller's promise; any alignment will do.
+    unsafe { _mm512_storeu_ps(to, x) }
 }
 
-/// # Safety
-/// 32 bytes must be readable.
-#[target_feature(enable = "avx512f,avx512bw")]
+struct F32;
+
+impl Format for F32 {
+    const BYTES: usize = 128;
+    const PAD: u8 = 0x3f;
+    const SCALED: bool = false;
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [load(codes.cast()), load(codes.add(64).cast())] }
+    }
+}
+
+struct Bf16;
+
+impl Format for Bf16 {
+    const BYTES: usize = 64;
+    const PAD: u8 = 0x3f;
+    const SCALED: bool = false;
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        let [a, b] =
+            unsafe { [_mm256_loadu_si256(codes.cast()), _mm256_loadu_si256(codes.add(32).cast())] };
+        [[widened(a)], [widened(b)]]
+    }
+}
+
+/// Sixteen bf16 as f32.
+#[target_feature(enable = "avx512f")]
 #[inline]
-unsafe fn bf16s(codes: *const u8) -> Lanes {
-    // SAFETY: the caller's promise.
-    let halves = unsafe { _mm256_loadu_si256(codes.cast()) };
+fn widened(halves: __m256i) -> __m512 {
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
 }
 
+struct Q8;
+
+impl Format for Q8 {
+    const BYTES: usize = 32;
+    const PAD: u8 = 1;
+    const SCALED: bool = true;
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        let [a, b] =
+            unsafe { [_mm_loadu_si128(codes.cast()), _mm_loadu_si128(codes.add(16).cast())] };
+        [
+            [_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(a))],
+            [_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b))],
+        ]
+    }
+
+    #[inline(always)]
+    fn scales(row: &[u8], first: usize, out: &mut [f32]) {
+        f16_scales(row, first, out);
+    }
+}
+
+/// Looks up sixteen nibbles. A shift by 4k brings nibbles k and k + 8 to the low ends of the two
+/// halves of a word of eight bytes, and the permutation sees four bits of each lane: two
+/// instructions, when the lanes may hold inputs 0, 8, 1, 9, 2, 10, ….
+///
 /// # Safety
-/// 16 bytes must be readable.
+/// Eight bytes must be readable.
 #[target_feature(enable = "avx512f")]
 #[inline]
-unsafe fn q8s(codes: *const u8) -> Lanes {
-    // SAFETY: the caller's promise.
-    let bytes = unsafe { _mm_loadu_si128(codes.cast()) };
-    _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
+unsafe fn nibbles(codes: *const u8, values: &[f32; 16]) -> Lanes {
+    // SAFETY: the caller's promise; the table has sixteen values.
+    let (word, values) =
+        unsafe { (codes.cast::<i64>().read_unaligned(), _mm512_loadu_ps(values.as_ptr())) };
+    let shifts = _mm512_setr_epi64(0, 4, 8, 12, 16, 20, 24, 28);
+    [_mm512_permutexvar_ps(_mm512_srlv_epi64(_mm512_set1_epi64(word), shifts), values)]
 }
 
-/// Nibbles in the order of their inputs, each in the low bits of its lane; other bits are left over.
+/// Inputs 0, 8, 1, 9, ….
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn spread(bytes: __m128i) -> __m512i {
-    let low = bytes;
-    let high = _mm_srli_epi16::<4>(bytes);
-    _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high))
+fn interleaved([x]: Lanes) -> Lanes {
+    let from = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    [_mm512_permutexvar_ps(from, x)]
 }
 
-/// # Safety
-/// 8 bytes must be readable.
+/// Undoes [`interleaved`].
 #[target_feature(enable = "avx512f")]
 #[inline]
-unsafe fn q4s(codes: *const u8) -> Lanes {
-    let values = _mm512_setr_ps(
-        -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0,
-    );
-    // SAFETY: the caller's promise.
-    let bytes = unsafe { _mm_loadl_epi64(codes.cast()) };
-    // The permutation looks at four bits of each index.
-    _mm512_permutexvar_ps(spread(bytes), values)
+fn in_order([x]: Lanes) -> Lanes {
+    let from = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    [_mm512_permutexvar_ps(from, x)]
 }
 
-/// # Safety
-/// 16 bytes must be readable.
-#[target_feature(enable = "avx512f")]
-#[inline]
-unsafe fn mxfp4s(codes: *const u8) -> [Lanes; 2] {
-    let v = mxfp4::VALUES;
-    let values = _mm512_setr_ps(
-        v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13],
-        v[14], v[15],
-    );
-    // SAFETY: the caller's promise.
-    let bytes = unsafe { _mm_loadu_si128(codes.cast()) };
-    let high = _mm_unpackhi_epi64(bytes, bytes);
-    [_mm512_permutexvar_ps(spread(bytes), values), _mm512_permutexvar_ps(spread(high), values)]
+struct Q4;
+
+impl Format for Q4 {
+    const BYTES: usize = 16;
+    const PAD: u8 = 0x99;
+    const SCALED: bool = true;
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [nibbles(codes, &q4::VALUES), nibbles(codes.add(8), &q4::VALUES)] }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn arranged(x: Lanes) -> Lanes {
+        interleaved(x)
+    }
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn natural(x: Lanes) -> Lanes {
+        in_order(x)
+    }
+
+    #[inline(always)]
+    fn scales(row: &[u8], first: usize, out: &mut [f32]) {
+        f16_scales(row, first, out);
+    }
 }
 
-matmuls!("avx512f,avx512bw,fma");
+struct Mxfp4;
+
+impl Format for Mxfp4 {
+    const BYTES: usize = 16;
+    // No row ends within a block.
+    const PAD: u8 = 0x22;
+    const SCALED: bool = true;
+    const GROUP: Option<usize> = Some(mxfp4::BLOCK);
+    const START: f32 = -0.0;
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [nibbles(codes, &mxfp4::VALUES), nibbles(codes.add(8), &mxfp4::VALUES)] }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn arranged(x: Lanes) -> Lanes {
+        interleaved(x)
+    }
+
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn natural(x: Lanes) -> Lanes {
+        in_order(x)
+    }
+
+    #[inline(always)]
+    fn scales(row: &[u8], first: usize, out: &mut [f32]) {
+        mxfp4::scales(row, first, out);
+    }
+}
+
+products!("avx512f,avx512bw,fma");

@@ -244,6 +244,22 @@ pub(crate) fn f16_at(bytes: &[u8], i: usize) -> f32 {
     f16::from_le_bytes([b[0], b[1]]).to_f32_const()
 }
 
+/// Consecutive f16 scales, the first of them number `first`; all are finite. The same values as
+/// [`f16_at`], without branches, so that compilers do several at once.
+#[inline(always)]
+pub(crate) fn f16_scales(bytes: &[u8], first: usize, out: &mut [f32]) {
+    let bytes = &bytes[2 * first..][..2 * out.len()];
+    for (out, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+        let half = u32::from(u16::from_le_bytes([b[0], b[1]]));
+        // The exponent moves from a bias of 15 to one of 127. A subnormal's fraction is completed to
+        // a normal number of exponent −14 and the 2^−14 that this added is taken away, exactly.
+        let normal = ((half & 0x7fff) << 13) + (112 << 23);
+        let subnormal = f32::from_bits(normal + (1 << 23)) - f32::from_bits(113 << 23);
+        let magnitude = if half & 0x7c00 == 0 { subnormal.to_bits() } else { normal };
+        *out = f32::from_bits(magnitude | (half & 0x8000) << 16);
+    }
+}
+
 /// The first of some f16 scales, `per_row` to a row, that is not finite.
 pub(crate) fn check_f16_scales(
     scales: &[u8],
@@ -262,15 +278,30 @@ pub(crate) fn check_f16_scales(
     }
 }
 
+/// Low and high bytes of values that are exact as bf16.
+pub(crate) const fn bf16_bytes(values: [f32; 16]) -> [[u8; 16]; 2] {
+    let mut out = [[0; 16]; 2];
+    let mut i = 0;
+    while i < values.len() {
+        let [.., low, high] = values[i].to_le_bytes();
+        (out[0][i], out[1][i]) = (low, high);
+        i += 1;
+    }
+    out
+}
+
 /// The fixed tree that joins partial sums.
 #[inline(always)]
-pub(crate) fn join(mut p: [f32; PARTIALS]) -> f32 {
-    for width in [8, 4, 2, 1] {
-        for j in 0..width {
-            p[j] += p[j + width];
-        }
+pub(crate) fn join(p: [f32; PARTIALS]) -> f32 {
+    // An array for each level, because compilers keep those in registers.
+    let (mut eight, mut four) = ([0.0; 8], [0.0; 4]);
+    for j in 0..8 {
+        eight[j] = p[j] + p[j + 8];
     }
-    p[0]
+    for j in 0..4 {
+        four[j] = eight[j] + eight[j + 4];
+    }
+    (four[0] + four[2]) + (four[1] + four[3])
 }
 
 /// The element of largest magnitude, the first of equals; 0 for none.

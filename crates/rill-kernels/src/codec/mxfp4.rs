@@ -19,6 +19,15 @@ pub(crate) fn scale(e: u8) -> f32 {
     f32::from_bits(if e == 0 { 1 << 22 } else { u32::from(e) << 23 })
 }
 
+/// Consecutive scales, the first of them number `first`, without branches.
+#[inline(always)]
+pub(crate) fn scales(bytes: &[u8], first: usize, out: &mut [f32]) {
+    let bytes = &bytes[first..][..out.len()];
+    for (out, &e) in out.iter_mut().zip(bytes) {
+        *out = f32::from_bits((u32::from(e) << 23).max(1 << 22));
+    }
+}
+
 /// Refuses the scale that means NaN.
 pub(crate) fn check_scales(scales: &[u8], cols: usize) -> Result<(), LayoutError> {
     match scales.iter().position(|&e| e == NAN_SCALE) {

@@ -51,6 +51,10 @@ fn squared_error(weights: &[f32], scale: f32) -> f64 {
     weights.iter().map(error).map(|e| e * e).sum()
 }
 
+/// What the sixteen nibbles mean.
+pub(crate) const VALUES: [f32; 16] =
+    [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+
 /// Code `i` of a row, −8 to 7.
 #[inline(always)]
 pub(crate) fn code(codes: &[u8], i: usize) -> f32 {
