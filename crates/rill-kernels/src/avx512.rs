@@ -5,10 +5,12 @@
 #![expect(unsafe_code, reason = "vector loads and stores")]
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
-use crate::codec::{PARTIALS, f16_scales, join, mxfp4, q4};
+use crate::codec::{PARTIALS, Vq, f16_at, f16_scales, join, mxfp4, q4, vq};
 use crate::lanes::{MANY, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products};
 use crate::matrix::Matrix;
+use crate::scalar;
 
 type Part = __m512;
 const WIDTH: usize = 16;

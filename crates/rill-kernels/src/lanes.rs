@@ -137,7 +137,7 @@ macro_rules! products {
             if n < MANY {
                 direct::<F>(m, group, x, n, out);
             } else {
-                panels::<F>(m, group, x, n, out);
+                panels::<F>(m, group, x, n, out, |r, inputs, out| fill::<F>(m, r, inputs, out));
             }
         }
 
@@ -278,9 +278,63 @@ macro_rules! products {
             out
         }
 
+        #[target_feature(enable = $features)]
+        pub(crate) fn matmul_vq(m: &Matrix<'_>, vq: Vq, x: &[f32], n: usize, out: &mut [f32]) {
+            match vq {
+                Vq { stages: 2, entries: 256, .. } => vq_product::<2, 256>(m, vq, x, n, out),
+                Vq { stages: 3, entries: 256, .. } => vq_product::<3, 256>(m, vq, x, n, out),
+                Vq { packed: true, .. } => vq_product::<4, 64>(m, vq, x, n, out),
+                _ => scalar::matmul_vq(m, vq, x, n, out),
+            }
+        }
+
+        /// Sums of table entries: the codec's own code, for several rows at once.
+        #[target_feature(enable = $features)]
+        fn vq_product<const S: usize, const E: usize>(
+            m: &Matrix<'_>,
+            vq: Vq,
+            x: &[f32],
+            n: usize,
+            out: &mut [f32],
+        ) {
+            let entries = vq::Entries::<S, E>::new(vq, m.codes, m.tables, m.cols);
+            if n < MANY {
+                for (t, x) in x.chunks_exact(m.cols).enumerate() {
+                    let mut r = 0;
+                    while r + ROWS <= m.rows {
+                        let sums = entries.dots::<ROWS>(m.first_row + r, x);
+                        for i in 0..ROWS {
+                            out[(r + i) * n + t] = sums[i];
+                        }
+                        r += ROWS;
+                    }
+                    for r in r..m.rows {
+                        [out[r * n + t]] = entries.dots::<1>(m.first_row + r, x);
+                    }
+                }
+            } else {
+                panels::<F32>(m, m.cols, x, n, out, |r, inputs, out| {
+                    entries.fill(m.first_row + r, inputs, out);
+                });
+            }
+            for (r, out) in out.chunks_exact_mut(n).enumerate() {
+                let scale = f16_at(m.scales, m.first_row + r);
+                for out in out {
+                    *out *= scale;
+                }
+            }
+        }
+
         /// Many vectors: panels of some rows and columns, in which no group is cut.
         #[target_feature(enable = $features)]
-        fn panels<F: Format>(m: &Matrix<'_>, group: usize, x: &[f32], n: usize, out: &mut [f32]) {
+        fn panels<F: Format>(
+            m: &Matrix<'_>,
+            group: usize,
+            x: &[f32],
+            n: usize,
+            out: &mut [f32],
+            fill: impl Fn(usize, Range<usize>, &mut [f32]),
+        ) {
             let cols = m.cols;
             let group = F::GROUP.unwrap_or(group);
             let width = match (F::SCALED, PANEL / PANEL_ROWS) {
@@ -302,7 +356,7 @@ macro_rules! products {
                         let end = cols.min(first + width);
                         let mut scales = [[0.0; SCALES]; PANEL_ROWS];
                         for i in 0..rows {
-                            fill::<F>(m, r + i, first, end, &mut panel[i * stride..][..stride]);
+                            fill(r + i, first..end, &mut panel[i * stride..][..stride]);
                             if F::SCALED {
                                 let row = &m.scales[(r + i) * scale_bytes..][..scale_bytes];
                                 let groups = (end - first).div_ceil(group);
@@ -335,10 +389,11 @@ macro_rules! products {
             }
         }
 
-        /// Decodes inputs `first` to `end` of a row; whole groups, or all that are left.
+        /// Decodes inputs of a row: whole groups, or all that are left. Missing ones become positive.
         #[target_feature(enable = $features)]
         #[inline]
-        fn fill<F: Format>(m: &Matrix<'_>, r: usize, first: usize, end: usize, out: &mut [f32]) {
+        fn fill<F: Format>(m: &Matrix<'_>, r: usize, inputs: Range<usize>, out: &mut [f32]) {
+            let Range { start: first, end } = inputs;
             let code_bytes = m.codes.len() / m.rows;
             let row = &m.codes[r * code_bytes..][..code_bytes];
             assert!(code_bytes >= m.cols / 16 * (F::BYTES / 2) && end <= m.cols);

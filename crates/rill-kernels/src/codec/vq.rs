@@ -5,6 +5,10 @@
 //! blocks, or row by row when there are no blocks. A stage's index is a byte, or four stages of
 //! six bits share three bytes, the first stage lowest.
 
+#![expect(unsafe_code, reason = "indices are checked once for a row")]
+
+use std::ops::Range;
+
 use super::{Layout, LayoutError, PARTIALS, Vq, f16_at, join};
 
 /// Weights of one table entry.
@@ -128,4 +132,107 @@ pub(crate) fn dot(
         }
     }
     join(p) * f16_at(scales, row)
+}
+
+/// Indices and tables of a matrix with `S` stages of `E` entries each: 256, an index being a byte, or
+/// 64, packed. So known, an index needs no check, and compilers unroll the stages.
+pub(crate) struct Entries<'a, const S: usize, const E: usize> {
+    vq: Vq,
+    codes: &'a [u8],
+    tables: &'a [[[f32; VECTOR]; E]; S],
+    /// Vectors of a row.
+    vectors: usize,
+}
+
+impl<'a, const S: usize, const E: usize> Entries<'a, S, E> {
+    /// Of a checked matrix's bytes.
+    #[inline(always)]
+    pub(crate) fn new(vq: Vq, codes: &'a [u8], tables: &'a [f32], cols: usize) -> Self {
+        assert!(vq.stages == S && vq.entries == E && vq.packed == (E == 64));
+        let tables = &tables.as_chunks().0.as_chunks().0.as_chunks().0[0];
+        Self { vq, codes, tables, vectors: cols / VECTOR }
+    }
+
+    /// Dot products of `R` rows, not scaled: see [`dot`].
+    #[inline(always)]
+    pub(crate) fn dots<const R: usize>(&self, row: usize, x: &[f32]) -> [f32; R] {
+        let (pairs, last) = x.as_chunks::<PARTIALS>();
+        let vectors = x.len() / VECTOR;
+        let stride = self.stride();
+        let rows: [&[u8]; R] = std::array::from_fn(|i| &self.codes[self.at(row + i, 0)..]);
+        let fits = |row: &[u8]| vectors == 0 || (vectors - 1) * stride + Self::BYTES <= row.len();
+        assert!(rows.iter().all(|row| fits(row)));
+        let mut p = [[[0.0f32; VECTOR]; 2]; R];
+        for (pair, x) in pairs.iter().enumerate() {
+            for half in 0..2 {
+                let at = (2 * pair + half) * stride;
+                for i in 0..R {
+                    // SAFETY: every vector's indices lie in the row, as asserted above.
+                    let bytes = unsafe { rows[i].get_unchecked(at..at + Self::BYTES) };
+                    let w = self.vector(bytes);
+                    for j in 0..VECTOR {
+                        p[i][half][j] = w[j].mul_add(x[half * VECTOR + j], p[i][half][j]);
+                    }
+                }
+            }
+        }
+        let mut out = [0.0; R];
+        for i in 0..R {
+            if !last.is_empty() {
+                let w = self.vector(&rows[i][(vectors - 1) * stride..][..Self::BYTES]);
+                for j in 0..VECTOR {
+                    p[i][0][j] = w[j].mul_add(last[j], p[i][0][j]);
+                }
+            }
+            let mut sums = [0.0; PARTIALS];
+            sums[..VECTOR].copy_from_slice(&p[i][0]);
+            sums[VECTOR..].copy_from_slice(&p[i][1]);
+            out[i] = join(sums);
+        }
+        out
+    }
+
+    /// Inputs of a row, not scaled, in whole vectors; the last sixteen are completed with ones.
+    #[inline(always)]
+    pub(crate) fn fill(&self, row: usize, inputs: Range<usize>, out: &mut [f32]) {
+        let vectors = inputs.len() / VECTOR;
+        let indices = &self.codes[self.at(row, inputs.start / VECTOR)..];
+        let out = out.as_chunks_mut::<VECTOR>().0;
+        for (vector, out) in out[..vectors].iter_mut().enumerate() {
+            // This check also keeps compilers from gathering one weight of several vectors at a time,
+            // which takes three times as long.
+            *out = self.vector(&indices[vector * self.stride()..][..Self::BYTES]);
+        }
+        if vectors % 2 == 1 {
+            out[vectors] = [1.0; VECTOR];
+        }
+    }
+
+    /// Bytes of one vector's indices.
+    const BYTES: usize = if E == 64 { 3 } else { S };
+
+    /// Bytes from one vector's indices to the next ones of the same row.
+    #[inline(always)]
+    fn stride(&self) -> usize {
+        self.vq.index_block.max(1) * Self::BYTES
+    }
+
+    /// Where the indices of one vector of one row begin.
+    #[inline(always)]
+    fn at(&self, row: usize, vector: usize) -> usize {
+        self.vq.at(row, vector, self.vectors)
+    }
+
+    /// The eight unscaled weights that some indices mean: stages added in order.
+    #[inline(always)]
+    fn vector(&self, bytes: &[u8]) -> [f32; VECTOR] {
+        let mut w = [0.0f32; VECTOR];
+        for stage in 0..S {
+            let entry = &self.tables[stage][self.vq.index(bytes, stage)];
+            for j in 0..VECTOR {
+                w[j] = if stage == 0 { entry[j] } else { w[j] + entry[j] };
+            }
+        }
+        w
+    }
 }
