@@ -8,10 +8,12 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod codec;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 mod lanes;
 pub mod math;
 mod matrix;
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+mod neon;
 mod pool;
 mod scalar;
 #[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]

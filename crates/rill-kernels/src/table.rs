@@ -4,6 +4,8 @@ use std::fmt;
 
 use crate::codec::{Codec, Vq};
 use crate::matrix::Matrix;
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+use crate::neon;
 use crate::scalar;
 #[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 use crate::steps;
@@ -132,6 +134,12 @@ const AVX512: Table = Table {
 /// rest in 128-bit vectors.
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
 const NEON: Table = Table {
+    matmul_f32: neon::matmul_f32,
+    matmul_bf16: neon::matmul_bf16,
+    matmul_q8: neon::matmul_q8,
+    matmul_q4: neon::matmul_q4,
+    matmul_mxfp4: neon::matmul_mxfp4,
+    matmul_vq: neon::matmul_vq,
     dot: steps::neon::dot,
     sum: steps::neon::sum,
     inverse_rms: steps::neon::inverse_rms,
