@@ -1,9 +1,7 @@
 //! One step at a time.
 //!
-//! A thread of the pool that waits for others takes up other work meanwhile, such as another
-//! session's step, and then cannot go on with the first before the second has ended. The first
-//! holds a unit of the trunk and slots of experts; the second may need just those. So no two steps
-//! are in the pool together.
+//! A step uses every thread of the pool, and the budget sets aside activations, a unit of the trunk and
+//! buffers of experts for one. Two at once would each take what the other needs to go on.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
