@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use rill_kernels::{Kernels, Matrix};
 
-use crate::compute::Compute;
+use crate::compute::{Compute, transpose};
 use crate::config::{Activation, ModelConfig, MoeConfig};
 use crate::engine::Observer;
 use crate::error::{Error, ExpertError};
@@ -198,14 +198,23 @@ fn gated(
     x: &[f32],
     n: usize,
 ) -> Vec<f32> {
-    let mut inner = compute.matmul(gate, x, n);
-    let up = compute.matmul(up, x, n);
-    match activation {
-        Activation::Silu => compute.kernels.silu_product(&mut inner, &up),
-        Activation::Situ { beta, linear_beta } => {
-            compute.kernels.situ_product(&mut inner, &up, beta, linear_beta);
+    let (kernels, rows) = (&compute.kernels, gate.rows());
+    let work = 2 * rows * gate.cols() * n;
+    // Both products of some rows and their activation in one go, so that threads meet once and not
+    // twice, and nothing leaves a core's cache in between. (rows, n)
+    let mut inner = vec![0.0; rows * n];
+    compute.pool.rows(rows, work, &mut inner, |range, inner| {
+        let mut linear = vec![0.0; inner.len()];
+        kernels.matmul(&gate.row_range(range.clone()), x, n, inner);
+        kernels.matmul(&up.row_range(range), x, n, &mut linear);
+        match activation {
+            Activation::Silu => kernels.silu_product(inner, &linear),
+            Activation::Situ { beta, linear_beta } => {
+                kernels.situ_product(inner, &linear, beta, linear_beta);
+            }
         }
-    }
+    });
+    let inner = if n == 1 { inner } else { transpose(&inner, rows, n) };
     compute.matmul(down, &inner, n)
 }
 
