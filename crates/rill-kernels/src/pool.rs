@@ -25,8 +25,9 @@ const MIN_PART: usize = 1 << 15;
 /// Parts for each thread, so that the last of them are short.
 const PARTS_PER_THREAD: usize = 8;
 /// Rows of a part are a multiple of this, so that kernels that take several at a time have whole
-/// tiles.
+/// tiles; and of so many where there are enough, because vector-quantised rows are interleaved so.
 const ROW_STEP: usize = 16;
+const WIDE_ROW_STEP: usize = 64;
 
 /// A pool of its own for each engine: nothing is global, and nobody else's work is done by its
 /// threads.
@@ -158,7 +159,9 @@ impl Pool {
         if per_row == 0 {
             return f(0..rows, out);
         }
-        let per_part = self.per_part(rows, work, ROW_STEP) * per_row;
+        let enough = rows >= 2 * WIDE_ROW_STEP * self.threads();
+        let step = if enough { WIDE_ROW_STEP } else { ROW_STEP };
+        let per_part = self.per_part(rows, work, step) * per_row;
         self.deal(out, per_part, &|first, part: &mut [f32]| {
             let first = first / per_row;
             f(first..first + part.len() / per_row, part);
