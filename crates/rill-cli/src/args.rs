@@ -532,6 +532,8 @@ pub(crate) enum BenchCommand {
     Decode(DecodeArgs),
     /// A prompt, all at once
     Prefill(PrefillArgs),
+    /// Matrix products at a model's shapes, beside what this machine can do at best
+    Kernels(KernelsArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -556,6 +558,39 @@ pub(crate) struct PrefillArgs {
 
     #[command(flatten)]
     pub(crate) measure: MeasureArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct KernelsArgs {
+    /// Whose shapes
+    #[arg(long, value_enum, default_value_t = ModelShape::K3)]
+    pub(crate) shape: ModelShape,
+
+    /// Threads of the second measurement, after one of a single thread; 0 means one per core
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) threads: u16,
+
+    /// Set of kernels; without it, the fastest
+    #[arg(long, value_name = "SET")]
+    pub(crate) kernels: Option<String>,
+
+    /// About how long to measure; a few seconds give an impression
+    #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
+    pub(crate) seconds: f64,
+
+    /// Memory for weights to walk over, at most: twice the last-level cache is used if it may be
+    #[arg(long, value_name = "SIZE", default_value = "2G", value_parser = memory_size)]
+    pub(crate) budget: u64,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum ModelShape {
+    K3,
+    KimiLinear,
 }
 
 /// What all measurements take.
@@ -614,6 +649,13 @@ fn percent(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(p) if (0.0..=100.0).contains(&p) => Ok(p),
         _ => Err("expected a number from 0 to 100, such as 1.5".to_owned()),
+    }
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(s) if (0.0..=86_400.0).contains(&s) => Ok(s),
+        _ => Err("expected seconds, at most a day, such as 2.5".to_owned()),
     }
 }
 

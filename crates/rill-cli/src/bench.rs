@@ -1,4 +1,4 @@
-//! `rill bench`: how fast a model runs.
+//! `rill bench`: how fast a model runs, and what it computes with.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -14,8 +14,11 @@ use crate::output::{Outcome, interrupt_flag, print};
 use crate::progress::Progress;
 use crate::stats;
 
+mod kernels;
+
 pub(crate) fn run(args: &BenchArgs) -> Result<Outcome> {
     let (measure, n_prompt, n_tokens) = match &args.command {
+        BenchCommand::Kernels(args) => return kernels::run(args),
         BenchCommand::Decode(args) => (&args.measure, args.prompt as usize, args.tokens as usize),
         BenchCommand::Prefill(args) => (&args.measure, args.prompt as usize, 0),
     };

@@ -15,6 +15,7 @@ mod matrix;
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
 mod neon;
 mod pool;
+pub mod probe;
 mod scalar;
 #[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 mod steps;

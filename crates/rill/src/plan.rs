@@ -12,7 +12,7 @@ use rill_stream::machine::{self, MemoryLimit};
 use crate::error::Error;
 
 pub(crate) use sizes::{Footprint, checkpoint_record_bytes, widened};
-pub use sizes::{Recode, Sizes};
+pub use sizes::{Recode, Sizes, TokenWeights};
 
 /// What the program holds before a model is open. 30.1 MB were measured with the tokenizer of a
 /// vocabulary as large as K3's (`docs/memory.md` has the command); the rest is for what the

@@ -61,3 +61,35 @@ fn routing_of_another_model_is_refused() {
         rill(args!["bench", "prefill", "--routing", missing]).failed().contains("no.safetensors")
     );
 }
+
+#[test]
+fn products_are_checked_and_measured_beside_what_the_machine_can_do() {
+    let quick = ["bench", "kernels", "--seconds", "0.2", "--budget", "8M", "--threads", "2"];
+    let shown = json(&rill(quick.iter().chain(&["--json", "--shape", "kimi-linear"])).done());
+    assert_eq!(shown["walked_bytes"], 8_000_000);
+    assert_eq!(shown["machine"][1]["threads"], 2);
+    let results = shown["results"].as_array().unwrap();
+    // Formats, shapes, numbers of vectors; one thread, two threads, a core's own cache.
+    assert_eq!(results.len(), 8 * 5 * 4 * 3);
+    assert_eq!((&results[0]["rows"], &results[0]["cols"]), (&1024.into(), &2304.into()));
+    for result in results {
+        assert_eq!(result["isa"], shown["kernels"]);
+        for key in ["gweights_per_s", "gb_per_s", "share_of_fma_peak"] {
+            assert!(result[key].as_f64().unwrap() > 0.0, "{key} of {result}");
+        }
+        let share = &result["share_of_bandwidth"];
+        assert_eq!(share.is_null(), result["from"] == "cache", "{result}");
+    }
+    for step in shown["token"].as_array().unwrap() {
+        let seconds = |key: &str| step[key].as_f64().unwrap();
+        let parts = ["experts_seconds", "trunk_seconds", "head_seconds"].map(seconds);
+        let sum: f64 = parts.iter().sum();
+        assert!((seconds("products_seconds") - sum).abs() < 1e-9 * sum, "{step}");
+    }
+    let text = rill(quick).done();
+    for part in ["GB/s", "mxfp4", "vq4p", "expert down", "48.6 G weights of experts"] {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+    let error = rill(["bench", "kernels", "--kernels", "abacus"]).failed();
+    assert!(error.contains("\"abacus\"") && error.contains("scalar"), "{error}");
+}

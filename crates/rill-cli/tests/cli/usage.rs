@@ -72,6 +72,10 @@ fn the_help_of_every_command_names_what_it_takes() {
         (&["trace", "record"], &["[TEXT]", "--out", "--max-tokens", "--model"]),
         (&["bench", "decode"], &["--tokens", "--prompt", "--routing", "--json", "--model"]),
         (&["bench", "prefill"], &["--prompt", "--routing", "--json", "--model"]),
+        (
+            &["bench", "kernels"],
+            &["--shape", "--threads", "--kernels", "--seconds", "--budget", "--json"],
+        ),
     ] {
         let help = rill(command.iter().chain(&["--help"])).done();
         for part in parts {

@@ -221,6 +221,36 @@ impl Sizes {
     }
 }
 
+/// Weights that one token is multiplied with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenWeights {
+    /// Of the routed experts it uses.
+    pub experts: u64,
+    /// Of the layers' other matrices.
+    pub trunk: u64,
+    /// Of the head.
+    pub head: u64,
+}
+
+impl ModelConfig {
+    /// How much one token has to be multiplied with.
+    pub fn token_weights(&self) -> TokenWeights {
+        let expert: u64 = expert_shapes(self).iter().map(|&(r, c)| r as u64 * c as u64).sum();
+        let uses = (self.layer_counts()[3] * self.moe.top_k) as u64;
+        let mut weights = TokenWeights { experts: uses * expert, trunk: 0, head: 0 };
+        for needed in weights::inventory(self) {
+            match (needed.forms, needed.layer) {
+                (Forms::Matrix, Some(_)) => weights.trunk += needed.weights(),
+                (Forms::Matrix, None) if needed.name.ends_with("lm_head.weight") => {
+                    weights.head = needed.weights();
+                }
+                _ => {}
+            }
+        }
+        weights
+    }
+}
+
 /// One expert of a published checkpoint: each of its tensors is read in blocks of its own.
 pub(crate) fn checkpoint_record_bytes(config: &ModelConfig) -> u64 {
     let bytes = expert_shapes(config).map(|(rows, cols)| {

@@ -1,0 +1,524 @@
+//! `rill bench kernels`: every product at a model's shapes, beside what the machine can do at best,
+//! and what a token would take at these rates.
+
+use std::fmt::Write;
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rill::config::ModelConfig;
+use rill::plan::TokenWeights;
+use rill_convert::SynthModel;
+use rill_kernels::{Codec, Kernels, Matrix, Pool, Vq, probe};
+use serde_json::{Value, json};
+
+use crate::args::{KernelsArgs, ModelShape};
+use crate::output::{Outcome, print};
+
+/// Vectors that a matrix is multiplied with.
+const VECTORS: [usize; 4] = [1, 4, 16, 64];
+/// Bytes of a matrix that stays in a core's own cache, at most.
+const HOT_BYTES: usize = 1 << 20;
+/// Multiply-adds of one timed call: between some microseconds and some tenths of a second on any core.
+const CALL: std::ops::RangeInclusive<f64> = 1e6..=1.3e8;
+/// Inputs that share a scale, and rows of an index block, as containers have them.
+const GROUP: usize = 128;
+const INDEX_BLOCK: usize = 64;
+
+pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
+    let model = Model::of(args.shape)?;
+    let kernels = choose(args.kernels.as_deref())?;
+    let threads = match args.threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        n => n.into(),
+    };
+    let mut pools = vec![Pool::new(1, &[])?];
+    if threads > 1 {
+        pools.push(Pool::new(threads, &[])?);
+    }
+    let cache = last_level_cache_bytes();
+    // Twice the cache, or what is allowed: the same weight does not come again before it is gone.
+    let wanted = cache.unwrap_or(256 << 20) * 2;
+    let mut bytes = vec![0; wanted.min(args.budget).max(4 << 20) as usize];
+    fill(&mut bytes, true);
+    let machine: Vec<Machine> = pools.iter().map(|pool| Machine::measure(pool, &bytes)).collect();
+
+    let codecs = codecs();
+    let n_timings = codecs.len() * model.shapes.len() * VECTORS.len() * (pools.len() + 1);
+    let slot = args.seconds / n_timings as f64;
+    let mut rows = Vec::new();
+    let mut numbers = true;
+    for codec in codecs {
+        if numbers && !matches!(codec, Codec::F32 | Codec::Bf16) {
+            numbers = false;
+            fill(&mut bytes, numbers);
+        }
+        for shape in &model.shapes {
+            let weights = Weights::new(codec, shape, &bytes)?;
+            for n in VECTORS {
+                for (pool, machine) in pools.iter().zip(&machine) {
+                    rows.push(weights.time(&kernels, pool, machine, n, false, slot)?);
+                }
+                rows.push(weights.time(&kernels, &pools[0], &machine[0], n, true, slot)?);
+            }
+        }
+    }
+    let steps: Vec<Step> = machine.iter().map(|m| model.step(&rows, m.threads)).collect();
+
+    let walked = bytes.len() as u64;
+    if args.json {
+        let facts = json!({
+            "model": model.name,
+            "kernels": kernels.name(),
+            "walked_bytes": walked,
+            "last_level_cache_bytes": cache,
+            "machine": machine.iter().map(Machine::json).collect::<Vec<_>>(),
+            "results": rows.iter().map(|row| row.json(&kernels)).collect::<Vec<_>>(),
+            "token": steps.iter().map(Step::json).collect::<Vec<_>>(),
+        });
+        print(format!("{facts:#}\n"))?;
+    } else {
+        print(text(&model, &kernels, walked, cache, &machine, &rows, &steps)?)?;
+    }
+    Ok(Outcome::Done)
+}
+
+/// A model's products.
+struct Model {
+    name: &'static str,
+    shapes: Vec<Shape>,
+    weights: TokenWeights,
+    expert_codec: Codec,
+}
+
+/// A matrix that the model has.
+#[derive(Clone, Copy)]
+struct Shape {
+    name: &'static str,
+    rows: usize,
+    cols: usize,
+}
+
+impl Model {
+    fn of(shape: ModelShape) -> Result<Self> {
+        let (name, model, expert_codec) = match shape {
+            ModelShape::K3 => ("kimi-k3", SynthModel::KimiK3, Codec::Mxfp4),
+            ModelShape::KimiLinear => {
+                ("kimi-linear-48b", SynthModel::KimiLinear48b, Codec::Q4 { group: GROUP })
+            }
+        };
+        let config = ModelConfig::from_json(model.config())?;
+        let hidden = config.hidden_size;
+        let width = config.moe.latent.map_or(hidden, |latent| latent.size);
+        let inner = config.moe.intermediate_size;
+        let heads = config.kda.n_heads * config.kda.head_dim;
+        let shape = |name, rows, cols| Shape { name, rows, cols };
+        Ok(Self {
+            name,
+            shapes: vec![
+                shape("expert gate, up", inner, width),
+                shape("expert down", width, inner),
+                shape("projection in", heads, hidden),
+                shape("projection out", hidden, heads),
+                shape("head, a piece", 8192.min(config.vocab_size), hidden),
+            ],
+            weights: config.token_weights(),
+            expert_codec,
+        })
+    }
+
+    /// Time of the products of one token, with every weight from memory.
+    fn step(&self, rows: &[Timing], threads: usize) -> Step {
+        let rate = |shape: &str, codec: Codec| {
+            let found = rows.iter().find(|row| {
+                row.shape.name == shape
+                    && row.codec == codec
+                    && row.threads == threads
+                    && (row.vectors, row.hot) == (1, false)
+            });
+            found.expect("every format was measured at every shape").multiply_adds_per_s
+        };
+        let experts = self.weights.experts as f64 / 3.0;
+        let trunk = self.weights.trunk as f64 / 2.0;
+        let (q4, q8) = (Codec::Q4 { group: GROUP }, Codec::Q8 { group: GROUP });
+        Step {
+            threads,
+            experts: 2.0 * experts / rate("expert gate, up", self.expert_codec)
+                + experts / rate("expert down", self.expert_codec),
+            // Half of them read the hidden state, half of them make it.
+            trunk: trunk / rate("projection in", q4) + trunk / rate("projection out", q4),
+            head: self.weights.head as f64 / rate("head, a piece", q8),
+        }
+    }
+}
+
+/// Predicted seconds of one token's products.
+struct Step {
+    threads: usize,
+    experts: f64,
+    trunk: f64,
+    head: f64,
+}
+
+impl Step {
+    fn products(&self) -> f64 {
+        self.experts + self.trunk + self.head
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "threads": self.threads,
+            "experts_seconds": self.experts,
+            "trunk_seconds": self.trunk,
+            "head_seconds": self.head,
+            "products_seconds": self.products(),
+        })
+    }
+}
+
+/// What some threads of this machine can do at best.
+struct Machine {
+    threads: usize,
+    read_bytes_per_s: f64,
+    multiply_adds_per_s: f64,
+}
+
+impl Machine {
+    /// The fastest of many short measurements, as for products.
+    fn measure(pool: &Pool, bytes: &[u8]) -> Self {
+        /// Some hundred microseconds of either.
+        const PIECE: usize = 1 << 20;
+        const ROUNDS: usize = 1000;
+        let threads = pool.threads();
+        let (mut read, mut computed) = (0.0f64, 0.0f64);
+        for piece in bytes.chunks(PIECE * threads) {
+            let mut parts: Vec<&[u8]> = piece.chunks(PIECE / 8).collect();
+            let start = Instant::now();
+            pool.each(&mut parts, usize::MAX, |part| {
+                black_box(probe::sum_words(part));
+            });
+            read = read.max(piece.len() as f64 / start.elapsed().as_secs_f64());
+            let mut done = vec![0; 8 * threads];
+            let start = Instant::now();
+            pool.each(&mut done, usize::MAX, |done| *done = probe::multiply_add(ROUNDS));
+            let multiply_adds = done.iter().sum::<u64>() as f64;
+            computed = computed.max(multiply_adds / start.elapsed().as_secs_f64());
+        }
+        Self { threads, read_bytes_per_s: read, multiply_adds_per_s: computed }
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "threads": self.threads,
+            "read_gb_per_s": self.read_bytes_per_s / 1e9,
+            "gfma_per_s": self.multiply_adds_per_s / 1e9,
+        })
+    }
+}
+
+/// Weights of one format under one shape, as many as fit into the bytes there are.
+struct Weights<'a> {
+    shape: Shape,
+    codec: Codec,
+    /// As many rows as there is room for, of which a call takes some.
+    matrix: Tall<'a>,
+}
+
+/// What a [`Matrix`] is made of.
+struct Tall<'a> {
+    rows: usize,
+    codes: &'a [u8],
+    scales: Vec<u8>,
+    tables: Vec<f32>,
+}
+
+impl<'a> Weights<'a> {
+    fn new(codec: Codec, shape: &Shape, bytes: &'a [u8]) -> Result<Self> {
+        // In whole index blocks, which take the same bytes each.
+        let block = codec.layout(INDEX_BLOCK, shape.cols)?;
+        let blocks = bytes.len() / block.codes;
+        ensure!(blocks > 0, "--budget is too small for a piece of a matrix");
+        let rows = blocks * INDEX_BLOCK;
+        let codes = &bytes[..blocks * block.codes];
+        // 2^-5 as f16, and 2^-7 as an exponent of mxfp4.
+        let scales = match codec {
+            Codec::Mxfp4 => vec![120; blocks * block.scales],
+            _ => [0x00, 0x28].repeat(blocks * block.scales / 2),
+        };
+        let tables = match codec {
+            Codec::Vq(vq) => numbers(vq.stages * vq.entries * 8),
+            _ => Vec::new(),
+        };
+        Ok(Self { shape: *shape, codec, matrix: Tall { rows, codes, scales, tables } })
+    }
+
+    fn matrix(&self) -> Result<Matrix<'_>> {
+        let Tall { rows, codes, scales, tables } = &self.matrix;
+        Ok(Matrix::with_tables(self.codec, *rows, self.shape.cols, codes, scales, tables)?)
+    }
+
+    /// Multiplies for `slot` seconds and takes the fastest call, because machines are noisy. `hot`
+    /// takes the same rows every time, few enough for the core's own cache; otherwise one piece
+    /// follows the other through memory.
+    fn time(
+        &self,
+        kernels: &Kernels,
+        pool: &Pool,
+        machine: &Machine,
+        n: usize,
+        hot: bool,
+        slot: f64,
+    ) -> Result<Timing> {
+        let (matrix, cols) = (self.matrix()?, self.shape.cols);
+        let layout = self.codec.layout(INDEX_BLOCK, cols)?;
+        let row_bytes = (layout.codes + layout.scales) as f64 / INDEX_BLOCK as f64;
+        let work = (slot * 1e9).clamp(*CALL.start(), *CALL.end());
+        let affordable = work * machine.threads as f64 / (cols * n) as f64;
+        let fitting = if hot { HOT_BYTES as f64 / row_bytes } else { f64::INFINITY };
+        let affordable = affordable.min(fitting) as usize;
+        let step = if affordable < INDEX_BLOCK { 16 } else { INDEX_BLOCK };
+        let rows = affordable.next_multiple_of(step);
+        let rows = rows.min(self.shape.rows).min(matrix.rows());
+
+        let x = numbers(n * cols);
+        let mut out = vec![0.0; rows * n];
+        let (mut best, mut first) = (f64::INFINITY, 0);
+        let start = Instant::now();
+        let mut calls = 0;
+        while calls < 2 || start.elapsed() < Duration::from_secs_f64(slot) {
+            first = match hot {
+                false if calls > 0 && first + 2 * rows <= matrix.rows() => first + rows,
+                _ => 0,
+            };
+            let piece = matrix.row_range(first..first + rows);
+            let call = Instant::now();
+            pool.rows(rows, rows * cols * n, &mut out, |range, out| {
+                kernels.matmul(&piece.row_range(range), &x, n, out);
+            });
+            best = best.min(call.elapsed().as_secs_f64());
+            calls += 1;
+        }
+        check(&matrix.row_range(first..first + rows), &x, n, &out).with_context(|| {
+            format!("{} kernels, {}, {}", kernels.name(), self.codec.name(), self.shape.name)
+        })?;
+        let bytes_per_s = rows as f64 * row_bytes / best;
+        let multiply_adds_per_s = (rows * cols * n) as f64 / best;
+        Ok(Timing {
+            codec: self.codec,
+            shape: self.shape,
+            vectors: n,
+            threads: machine.threads,
+            hot,
+            multiply_adds_per_s,
+            bytes_per_s,
+            share_of_bandwidth: (!hot).then_some(bytes_per_s / machine.read_bytes_per_s),
+            share_of_fma: multiply_adds_per_s / machine.multiply_adds_per_s,
+        })
+    }
+}
+
+/// A measured product.
+struct Timing {
+    codec: Codec,
+    shape: Shape,
+    vectors: usize,
+    threads: usize,
+    hot: bool,
+    multiply_adds_per_s: f64,
+    bytes_per_s: f64,
+    /// Of what is read from memory.
+    share_of_bandwidth: Option<f64>,
+    share_of_fma: f64,
+}
+
+impl Timing {
+    fn json(&self, kernels: &Kernels) -> Value {
+        json!({
+            "codec": self.codec.name(),
+            "isa": kernels.name(),
+            "shape": self.shape.name,
+            "rows": self.shape.rows,
+            "cols": self.shape.cols,
+            "vectors": self.vectors,
+            "threads": self.threads,
+            "from": if self.hot { "cache" } else { "memory" },
+            "gweights_per_s": self.multiply_adds_per_s / 1e9,
+            "gb_per_s": self.bytes_per_s / 1e9,
+            "share_of_bandwidth": self.share_of_bandwidth,
+            "share_of_fma_peak": self.share_of_fma,
+        })
+    }
+}
+
+/// Compares some results, `out` (rows, n), with the specification's.
+fn check(m: &Matrix<'_>, x: &[f32], n: usize, out: &[f32]) -> Result<()> {
+    let (rows, cols) = (m.rows(), m.cols());
+    for row in [0, rows / 2, rows - 1] {
+        for t in [0, n - 1] {
+            let mut expected = [0.0];
+            let x = &x[t * cols..][..cols];
+            Kernels::SCALAR.matmul(&m.row_range(row..row + 1), x, 1, &mut expected);
+            let (expected, found) = (expected[0], out[row * n + t]);
+            ensure!(expected.is_finite(), "the weights are unfit to measure with");
+            if found.to_bits() != expected.to_bits() {
+                bail!("row {row} times vector {t} is {found:e}, should be {expected:e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn codecs() -> Vec<Codec> {
+    let vq = |stages, entries, packed| {
+        Codec::Vq(Vq { stages, entries, index_block: INDEX_BLOCK, packed })
+    };
+    vec![
+        Codec::F32,
+        Codec::Bf16,
+        Codec::Q8 { group: GROUP },
+        Codec::Q4 { group: GROUP },
+        Codec::Mxfp4,
+        vq(3, 256, false),
+        vq(2, 256, false),
+        vq(4, 64, true),
+    ]
+}
+
+fn choose(name: Option<&str>) -> Result<Kernels> {
+    let Some(name) = name else { return Ok(Kernels::detect()) };
+    let sets = Kernels::all();
+    let names: Vec<&str> = sets.iter().map(Kernels::name).collect();
+    let found = sets.iter().find(|set| set.name() == name);
+    found.copied().with_context(|| {
+        format!("this machine has no kernels {name:?}; it has {}", names.join(", "))
+    })
+}
+
+/// Numbers around zero, different from each other.
+fn numbers(n: usize) -> Vec<f32> {
+    let spread = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0;
+    (0..n as u32).map(spread).collect()
+}
+
+/// Random bytes: any, which will do as codes, or those of numbers between 2^-15 and 1, as f32 and as
+/// bf16.
+fn fill(bytes: &mut [u8], numbers: bool) {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    for bytes in bytes.chunks_exact_mut(8) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        let word = match numbers {
+            true => state & 0x87ff_87ff_87ff_87ff | 0x3800_3800_3800_3800,
+            false => state,
+        };
+        bytes.copy_from_slice(&word.to_le_bytes());
+    }
+}
+
+/// Bytes of the largest cache, if the system says.
+fn last_level_cache_bytes() -> Option<u64> {
+    let sizes = (0..8).filter_map(|index| {
+        let file = format!("/sys/devices/system/cpu/cpu0/cache/index{index}/size");
+        let text = std::fs::read_to_string(file).ok()?;
+        let kib: u64 = text.trim().strip_suffix('K')?.parse().ok()?;
+        Some(kib << 10)
+    });
+    sizes.max()
+}
+
+fn text(
+    model: &Model,
+    kernels: &Kernels,
+    walked: u64,
+    cache: Option<u64>,
+    machine: &[Machine],
+    rows: &[Timing],
+    steps: &[Step],
+) -> Result<String> {
+    let mut out = String::new();
+    let cache = cache.map_or("of unknown size".to_owned(), |b| format!("of {} MB", b / 1_000_000));
+    writeln!(
+        out,
+        "{}, {} kernels; {} MB of weights, last-level cache {cache}",
+        model.name,
+        kernels.name(),
+        walked / 1_000_000,
+    )?;
+    for m in machine {
+        writeln!(
+            out,
+            "{} threads read {:.1} GB/s and do {:.1} G multiply-adds/s at most",
+            m.threads,
+            m.read_bytes_per_s / 1e9,
+            m.multiply_adds_per_s / 1e9,
+        )?;
+    }
+    writeln!(
+        out,
+        "\nformat  shape            vectors threads from    Gweights/s   GB/s  of reading  of FMA"
+    )?;
+    for row in rows {
+        writeln!(
+            out,
+            "{:<7} {:<16} {:>7} {:>7} {:<7} {:>10.2} {:>6.2} {:>11} {:>5.0} %",
+            row.codec.name(),
+            row.shape.name,
+            row.vectors,
+            row.threads,
+            if row.hot { "cache" } else { "memory" },
+            row.multiply_adds_per_s / 1e9,
+            row.bytes_per_s / 1e9,
+            row.share_of_bandwidth.map_or(String::new(), |share| format!("{:.0} %", 100.0 * share)),
+            100.0 * row.share_of_fma,
+        )?;
+    }
+    writeln!(
+        out,
+        "\nA token's products at these rates: {:.1} G weights of experts in {}, {:.1} G of the trunk in q4, \
+         {:.1} G of the head in q8",
+        model.weights.experts as f64 / 1e9,
+        model.expert_codec.name(),
+        model.weights.trunk as f64 / 1e9,
+        model.weights.head as f64 / 1e9,
+    )?;
+    for step in steps {
+        writeln!(
+            out,
+            "{} threads: {:.2} s (experts {:.2}, trunk {:.2}, head {:.2})",
+            step.threads,
+            step.products(),
+            step.experts,
+            step.trunk,
+            step.head,
+        )?;
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use rill_kernels::{Codec, Kernels};
+
+    use super::{Shape, Weights, check, fill, numbers};
+
+    #[test]
+    fn one_wrong_bit_in_a_result_fails_the_check() {
+        let mut bytes = vec![0; 1 << 16];
+        fill(&mut bytes, true);
+        let shape = Shape { name: "test", rows: 64, cols: 96 };
+        let weights = Weights::new(Codec::Bf16, &shape, &bytes).unwrap();
+        let matrix = weights.matrix().unwrap().row_range(0..64);
+        let (x, n) = (numbers(4 * 96), 4);
+        let mut out = vec![0.0; 64 * n];
+        Kernels::detect().matmul(&matrix, &x, n, &mut out);
+        check(&matrix, &x, n, &out).unwrap();
+        for at in [0, 3, 32 * n, 63 * n, 63 * n + 3] {
+            let right = out[at];
+            out[at] = f32::from_bits(right.to_bits() ^ 1);
+            let error = check(&matrix, &x, n, &out).unwrap_err().to_string();
+            assert!(error.contains(&format!("row {} times vector {}", at / n, at % n)), "{error}");
+            out[at] = right;
+        }
+    }
+}
