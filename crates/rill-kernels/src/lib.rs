@@ -21,7 +21,10 @@ mod scalar;
 mod steps;
 mod table;
 
-pub use codec::{Codec, EncodeError, GROUP_RANGE, Layout, LayoutError, Vq};
+pub use codec::{
+    Activations, Codec, EncodeError, GROUP_RANGE, Layout, LayoutError, Trellis, TrellisMatrix,
+    TrellisTables, Vq,
+};
 pub use matrix::Matrix;
 pub use pool::{Pool, PoolError};
 pub use table::Kernels;

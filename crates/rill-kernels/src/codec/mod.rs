@@ -10,7 +10,10 @@ pub(crate) mod mxfp4;
 pub(crate) mod plain;
 pub(crate) mod q4;
 pub(crate) mod q8;
+mod trellis;
 pub(crate) mod vq;
+
+pub use trellis::{Activations, Trellis, TrellisMatrix, TrellisTables};
 
 /// Partial sums of one reduction.
 pub(crate) const PARTIALS: usize = 16;
@@ -197,6 +200,17 @@ pub enum LayoutError {
     /// Parameters of a vector-quantised format that do not belong together.
     #[error("{0}")]
     Vq(&'static str),
+    /// Parameters or tables of the trellis format that it does not have.
+    #[error("{0}")]
+    Trellis(&'static str),
+    /// A table byte that products cannot take.
+    #[error("byte {byte} of the trellis tables is {found}, at most 127 is possible")]
+    TableByte {
+        /// Where.
+        byte: usize,
+        /// What it is.
+        found: u8,
+    },
     /// An index beyond its table.
     #[error("byte {byte} of the indices is {found}, the table has {entries} entries")]
     Index {

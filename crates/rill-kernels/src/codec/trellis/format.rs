@@ -1,0 +1,200 @@
+//! Checked matrices of the trellis format, and the scalar product, which is its specification.
+
+use std::ops::Range;
+
+use super::*;
+
+/// The two tables of 64 weights that matrices refer to; many may share them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TrellisTables {
+    /// Weight times ten, plus 64, in units of the block's power of two.
+    pub(super) bytes: [[u8; ENTRIES]; CLASSES],
+}
+
+impl TrellisTables {
+    /// Tables from their 128 bytes: class 0, then class 1.
+    ///
+    /// # Errors
+    /// When there are not 128, or one is above 127.
+    pub fn new(bytes: &[u8]) -> Result<Self, LayoutError> {
+        let (tables, rest) = bytes.as_chunks::<ENTRIES>();
+        let (&[first, second], []) = (tables, rest) else {
+            return Err(LayoutError::Trellis("trellis tables are 128 bytes"));
+        };
+        match bytes.iter().position(|&b| b > LARGEST) {
+            None => Ok(Self { bytes: [first, second] }),
+            Some(byte) => Err(LayoutError::TableByte { byte, found: bytes[byte] }),
+        }
+    }
+
+    /// The 128 bytes.
+    pub fn bytes(&self) -> &[u8] {
+        self.bytes.as_flattened()
+    }
+
+    /// Weight of an entry, times ten.
+    pub(super) fn tenths(&self, class: usize, entry: u8) -> i32 {
+        i32::from(self.bytes[class][usize::from(entry)]) - i32::from(ZERO)
+    }
+}
+
+/// A matrix (rows, cols) of the trellis format over borrowed, checked bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct TrellisMatrix<'a> {
+    pub(super) trellis: Trellis,
+    rows: usize,
+    cols: usize,
+    codes: &'a [u8],
+    sides: &'a [u8],
+    pub(super) tables: &'a TrellisTables,
+}
+
+impl<'a> TrellisMatrix<'a> {
+    /// A matrix over `codes` and `sides`, as [`Trellis::layout`] counts them.
+    ///
+    /// # Errors
+    /// When the bytes are not as many as the layout takes, or a row's scale is not finite. Every other
+    /// byte is possible.
+    pub fn new(
+        trellis: Trellis,
+        rows: usize,
+        cols: usize,
+        codes: &'a [u8],
+        sides: &'a [u8],
+        tables: &'a TrellisTables,
+    ) -> Result<Self, LayoutError> {
+        let layout = trellis.layout(rows, cols)?;
+        let lengths = [("codes", layout.codes, codes), ("sides", layout.scales, sides)];
+        for (part, expected, bytes) in lengths {
+            if bytes.len() != expected {
+                let (format, found) = ("trellis", bytes.len());
+                return Err(LayoutError::Length { format, part, rows, cols, expected, found });
+            }
+        }
+        let matrix = Self { trellis, rows, cols, codes, sides, tables };
+        for row in 0..rows {
+            let scale = matrix.scale(row);
+            if !scale.is_finite() {
+                return Err(LayoutError::Scale { row, first: 0, scale });
+            }
+        }
+        Ok(matrix)
+    }
+
+    /// Output rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Some of the rows, as a matrix.
+    ///
+    /// # Panics
+    /// When the range lies outside the matrix, does not start at a multiple of 8, or ends neither at one
+    /// nor with the matrix.
+    pub fn row_range(&self, rows: Range<usize>) -> Self {
+        assert!(rows.start <= rows.end && rows.end <= self.rows);
+        assert!(rows.start.is_multiple_of(TILE));
+        assert!(rows.end.is_multiple_of(TILE) || rows.end == self.rows);
+        let tiles = rows.start / TILE..rows.end.div_ceil(TILE);
+        let part = |bytes: &'a [u8], tile: usize| &bytes[tiles.start * tile..tiles.end * tile];
+        Self {
+            rows: rows.len(),
+            codes: part(self.codes, self.trellis.tile_bytes(self.cols)),
+            sides: part(self.sides, side_bytes(self.cols)),
+            ..*self
+        }
+    }
+
+    /// Row `row` as plain numbers, each rounded once. For measuring errors; no product does this.
+    ///
+    /// # Panics
+    /// When the row lies outside the matrix or `out` is not a row long.
+    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.rows && out.len() == self.cols);
+        let scale = f64::from(self.scale(row));
+        for (col, out) in out.iter_mut().enumerate() {
+            let (tenths, power) = (self.tenths(row, col), power(self.side(row, col / BLOCK)));
+            // Exact in f64: 7 bits, a power of two and 24 bits.
+            *out = (f64::from(tenths) * f64::from(power) * scale) as f32;
+        }
+    }
+
+    /// `out[r][v] = w[r] · x[v]`: `x` of n vectors → `out` (rows, n).
+    ///
+    /// Per block of 32 inputs the products of integers are added up exactly, as `total`; in the order of
+    /// the columns, from +0, `f = fma(f32(total), 2^−delta · scale of x's block, f)`; then `f · row scale`.
+    ///
+    /// # Panics
+    /// When the lengths disagree.
+    pub fn multiply(&self, x: &Activations, out: &mut [f32]) {
+        let n = self.check(x, out);
+        for (row, out) in out.chunks_exact_mut(n.max(1)).enumerate() {
+            for (v, out) in out.iter_mut().enumerate() {
+                *out = self.dot(row, x, v);
+            }
+        }
+    }
+
+    /// The number of vectors, if everything fits together.
+    pub(super) fn check(&self, x: &Activations, out: &[f32]) -> usize {
+        assert_eq!(self.cols, x.cols());
+        assert_eq!(out.len(), self.rows * x.vectors());
+        x.vectors()
+    }
+
+    /// Product of one row with vector `v`.
+    fn dot(&self, row: usize, x: &Activations, v: usize) -> f32 {
+        let mut f = 0.0f32;
+        for block in 0..self.cols / BLOCK {
+            let inputs = block * BLOCK..(block + 1) * BLOCK;
+            let total: i32 =
+                inputs.map(|col| self.tenths(row, col) * x.whole(v * self.cols + col)).sum();
+            let scale = x.scales[v * (self.cols / BLOCK) + block];
+            f = (total as f32).mul_add(power(self.side(row, block)) * scale, f);
+        }
+        f * self.scale(row)
+    }
+
+    /// Weight times ten, in units of its block's power of two.
+    fn tenths(&self, row: usize, col: usize) -> i32 {
+        let class = usize::from(self.side(row, col / BLOCK) >> 3);
+        self.tables.tenths(class, self.trellis.entry(self.window(row, col)))
+    }
+
+    /// The 16 bits that begin with an input's.
+    fn window(&self, row: usize, col: usize) -> u16 {
+        let bit = self.trellis.first_bit(col);
+        let low = self.word(row, bit / 64) >> (bit % 64);
+        if bit % 64 <= 64 - WINDOW {
+            return low as u16;
+        }
+        (low | self.word(row, bit / 64 + 1) << (64 - bit % 64)) as u16
+    }
+
+    /// Bits 64·line and up of a row's stream.
+    fn word(&self, row: usize, line: usize) -> u64 {
+        let at = row / TILE * self.trellis.tile_bytes(self.cols) + line * LINE + row % TILE * 8;
+        u64::from_le_bytes(self.codes[at..at + 8].try_into().expect("eight bytes"))
+    }
+
+    /// Side nibble of a block.
+    fn side(&self, row: usize, block: usize) -> u8 {
+        let at = row / TILE * side_bytes(self.cols) + block / 2 * TILE + row % TILE;
+        self.sides[at] >> (block % 2 * 4) & 15
+    }
+
+    /// Scale of a row: a tenth of its largest block's power of two.
+    fn scale(&self, row: usize) -> f32 {
+        f32::from_bits((self.word(row, self.trellis.lines(self.cols) - 1) >> 32) as u32)
+    }
+}
+
+/// 2^−delta of a side nibble.
+fn power(side: u8) -> f32 {
+    f32::from_bits((127 - u32::from(side & MAX_DELTA)) << 23)
+}
