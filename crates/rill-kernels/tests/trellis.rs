@@ -2,7 +2,10 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use proptest::prelude::*;
-use rill_kernels::{Activations, LayoutError, Trellis, TrellisMatrix, TrellisTables};
+use rill_kernels::{
+    Activations, Codec, LayoutError, Matrix, Pool, Trellis, TrellisEncoder, TrellisMatrix,
+    TrellisTables,
+};
 
 /// xorshift64*.
 struct Rng(u64);
@@ -218,6 +221,163 @@ fn a_vector_that_is_not_finite_makes_every_product_with_it_nan() {
     for out in out.chunks_exact(3) {
         assert!(out[0].is_nan() && out[1].is_nan() && out[2].is_finite());
     }
+}
+
+const REAL_COLS: usize = 3584;
+
+/// Some of the 64 rows of a real expert, 3584 inputs wide, which the fixture ends with.
+fn real_rows(rows: std::ops::Range<usize>) -> Matrix<'static> {
+    let file: &[u8] = include_bytes!("../../../fixtures/k3-real/mxfp4_rows.safetensors");
+    let (codes, scales) = (64 * REAL_COLS / 2, 64 * REAL_COLS / 32);
+    let (codes, scales) = file[file.len() - codes - scales..].split_at(codes);
+    Matrix::new(Codec::Mxfp4, 64, REAL_COLS, codes, scales).unwrap().row_range(rows)
+}
+
+fn encode(encoder: &TrellisEncoder, trellis: Trellis, source: &Matrix<'_>) -> (Vec<u8>, Vec<u8>) {
+    let layout = trellis.layout(source.rows(), source.cols()).unwrap();
+    // Not zero, so that nothing counts on it.
+    let (mut codes, mut sides) = (vec![0xaa; layout.codes], vec![0xaa; layout.scales]);
+    encoder.encode(source, &mut codes, &mut sides).unwrap();
+    (codes, sides)
+}
+
+/// ‖W − W′‖/‖W‖ of a matrix packed by an encoder.
+fn error(encoder: &TrellisEncoder, trellis: Trellis, source: &Matrix<'_>) -> f64 {
+    let (rows, cols) = (source.rows(), source.cols());
+    let (codes, sides) = encode(encoder, trellis, source);
+    let packed = TrellisMatrix::new(trellis, rows, cols, &codes, &sides, encoder.tables()).unwrap();
+    let (mut wanted, mut found) = (vec![0.0; cols], vec![0.0; cols]);
+    let (mut lost, mut all) = (0.0, 0.0);
+    for row in 0..rows {
+        source.decode_row(row, &mut wanted);
+        packed.decode_row(row, &mut found);
+        for (&w, &f) in wanted.iter().zip(&found) {
+            lost += (f64::from(w) - f64::from(f)).powi(2);
+            all += f64::from(w).powi(2);
+        }
+    }
+    (lost / all).sqrt()
+}
+
+#[test]
+fn real_rows_reach_the_errors_the_format_is_for() {
+    // Rate, most bits of payload per weight, largest error on rows that the tables were not made for.
+    for (rate, most_bits, largest) in [(19, 2.53, 0.204), (23, 3.03, 0.132), (24, 3.15, 0.115)] {
+        let trellis = Trellis::new(rate, 12).unwrap();
+        let bits = trellis.payload_bits(32, REAL_COLS) as f64 / (32 * REAL_COLS) as f64;
+        let encoder = TrellisEncoder::train(trellis, &real_rows(0..32)).unwrap();
+        let error = error(&encoder, trellis, &real_rows(32..64));
+        println!("{rate}: {bits:.4} bits, error {error:.4}");
+        assert!(bits <= most_bits && error <= largest, "{rate}: {bits} bits, error {error}");
+    }
+}
+
+/// FNV-1a.
+fn fingerprint(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &b| {
+        (hash ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+#[test]
+fn every_encoder_and_machine_makes_the_same_bytes() {
+    let source = real_rows(56..58);
+    for (rate, width, expected) in FINGERPRINTS {
+        let trellis = Trellis::new(rate, width).unwrap();
+        let trained = TrellisEncoder::train(trellis, &real_rows(0..2)).unwrap();
+        for encoder in TrellisEncoder::all(trellis, trained.tables(), trained.split()) {
+            let (codes, sides) = encode(&encoder, trellis, &source);
+            let all = [trained.tables().bytes(), &codes, &sides].concat();
+            let found = fingerprint(&all);
+            assert_eq!(found, expected, "{rate} {width} {}: {found:#018x}", encoder.name());
+        }
+    }
+}
+
+/// Of tables and bytes, by rate and width.
+const FINGERPRINTS: [(usize, usize, u64); 4] = [
+    (16, 12, 0x9cef_e383_0490_ca5c),
+    (21, 10, 0x8f45_7dd9_9754_1604),
+    (23, 12, 0xd8ad_37f1_b836_d018),
+    (27, 11, 0x63e2_05e3_8f94_5e48),
+];
+
+#[test]
+fn any_split_of_the_rows_gives_the_same_bytes() {
+    let source = real_rows(0..44);
+    let trellis = Trellis::new(22, 10).unwrap();
+    let encoder = TrellisEncoder::train(trellis, &real_rows(60..64)).unwrap();
+    let (codes, sides) = encode(&encoder, trellis, &source);
+    let layout = trellis.layout(8, REAL_COLS).unwrap();
+    for threads in [1, 3] {
+        let (mut in_parts, mut side_parts) = (vec![0xaa; codes.len()], vec![0xaa; sides.len()]);
+        let parts = in_parts.chunks_mut(layout.codes).zip(side_parts.chunks_mut(layout.scales));
+        let mut parts: Vec<_> = parts.enumerate().collect();
+        Pool::new(threads, &[]).unwrap().each(&mut parts, usize::MAX, |(tile, (codes, sides))| {
+            let rows = *tile * 8..(*tile * 8 + 8).min(44);
+            encoder.encode(&source.row_range(rows), codes, sides).unwrap();
+        });
+        assert!(in_parts == codes && side_parts == sides);
+    }
+}
+
+#[test]
+fn blocks_of_zeros_and_far_below_the_largest_are_as_near_as_tables_allow() {
+    // Four blocks: as large as can be, 2^-7, 2^-9 of it, and zeros that are said to be larger still.
+    let cols = 128;
+    let mut codes: Vec<u8> = (0..64u32).map(|i| (i * 37 % 251) as u8).collect();
+    codes[48..].fill(0x80);
+    let trellis = Trellis::new(28, 12).unwrap();
+    let encoder = TrellisEncoder::train(trellis, &real_rows(0..8)).unwrap();
+    for top in [250, 130, 10] {
+        let scales = [top, top - 7, top - 9, 254];
+        let source = Matrix::new(Codec::Mxfp4, 1, cols, &codes, &scales).unwrap();
+        let (packed, sides) = encode(&encoder, trellis, &source);
+        let tables = encoder.tables();
+        let packed = TrellisMatrix::new(trellis, 1, cols, &packed, &sides, tables).unwrap();
+        let (mut wanted, mut found) = (vec![0.0; cols], vec![0.0; cols]);
+        source.decode_row(0, &mut wanted);
+        packed.decode_row(0, &mut found);
+        let unit = |e: u8| 2f64.powi(i32::from(e) - 127);
+        for (block, most) in
+            [1.0 * unit(top), 1.0 * unit(top - 7), 2.0 * unit(top - 7), unit(top - 7)]
+                .iter()
+                .enumerate()
+        {
+            let pairs = wanted.iter().zip(&found).skip(32 * block).take(32);
+            let lost = pairs.map(|(&w, &f)| (f64::from(w) - f64::from(f)).powi(2)).sum::<f64>();
+            assert!(
+                (lost / 32.0).sqrt() < *most,
+                "{top}, block {block}: {}",
+                (lost / 32.0).sqrt() / most
+            );
+        }
+    }
+}
+
+#[test]
+fn a_row_of_zeros_and_a_matrix_without_columns_are_encoded() {
+    let trellis = Trellis::new(16, 10).unwrap();
+    let encoder = TrellisEncoder::train(trellis, &real_rows(0..1)).unwrap();
+    let source = Matrix::new(Codec::Mxfp4, 1, 64, &[0x08; 32], &[120, 0]).unwrap();
+    let (codes, sides) = encode(&encoder, trellis, &source);
+    let packed = TrellisMatrix::new(trellis, 1, 64, &codes, &sides, encoder.tables()).unwrap();
+    let mut found = [1.0; 64];
+    packed.decode_row(0, &mut found);
+    assert!(found.iter().all(|w| w.abs() < 1e-30));
+    let source = Matrix::new(Codec::Mxfp4, 3, 0, &[], &[]).unwrap();
+    encode(&encoder, trellis, &source);
+    assert!(TrellisEncoder::train(trellis, &source).is_ok());
+}
+
+#[test]
+fn only_mxfp4_is_encoded() {
+    let trellis = Trellis::new(16, 10).unwrap();
+    let source = Matrix::new(Codec::F32, 1, 32, &[0; 128], &[]).unwrap();
+    let refused = TrellisEncoder::train(trellis, &source);
+    assert!(matches!(refused, Err(LayoutError::Trellis(_))));
+    let encoder = TrellisEncoder::train(trellis, &real_rows(0..1)).unwrap();
+    assert!(matches!(encoder.encode(&source, &mut [], &mut []), Err(LayoutError::Trellis(_))));
 }
 
 proptest! {

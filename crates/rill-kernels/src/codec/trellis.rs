@@ -2,7 +2,7 @@
 //!
 //! A row is one stream of bits, least significant first, of which every input takes two to four. The
 //! code of an input is not those bits alone but the 16-bit *window* that begins with them, so that
-//! neighbours share most of their codes, and an encoder that looks ahead finds streams
+//! neighbours share most of their codes, and an encoder that looks ahead (`viterbi.rs`) finds streams
 //! whose every window means a weight near the wanted one. Decoding looks at one window at a time.
 //!
 //! **Bits.** A rate is B bits per 8 inputs. Input c's window begins at bit `⌊c/8⌋·B + ⌊(c mod 8)·B/8⌋`.
@@ -31,9 +31,16 @@
 use super::{Layout, LayoutError};
 
 mod activations;
+mod encode;
 mod format;
+mod viterbi;
+#[cfg(target_arch = "x86_64")]
+mod viterbi_avx2;
+#[cfg(target_arch = "x86_64")]
+mod viterbi_avx512;
 
 pub use activations::Activations;
+pub use encode::TrellisEncoder;
 pub use format::{TrellisMatrix, TrellisTables};
 
 /// Inputs that share a nibble of side information.
@@ -134,6 +141,11 @@ impl Trellis {
     /// First bit of an input within its group of eight.
     fn offset(&self, input: usize) -> usize {
         input * self.rate / GROUP
+    }
+
+    /// Bits of its own of an input within its group of eight.
+    fn bits(&self, input: usize) -> usize {
+        self.offset(input + 1) - self.offset(input)
     }
 
     /// First bit of an input's window.
