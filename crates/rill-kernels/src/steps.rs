@@ -10,6 +10,9 @@
 //!   several times; the weighted sum keeps its lanes in registers over a block's positions, and the
 //!   cache comes from memory once for [`HEADS`] heads.
 //!
+//! Slices are gathered in loops, not by `array::from_fn`: a closure that needs CPU features cannot be
+//! compiled into it, and what is known of the slices' lengths would be lost on the way.
+//!
 //! Rows that are not whole sixteens are left to the plain code: no published model has them.
 //!
 //! A module that uses [`steps`] has in scope: `Lanes` (sixteen f32), `zero`, `splat`, `load`, `store`,
@@ -249,10 +252,13 @@ macro_rules! steps {
             scores: &mut [[f32; ATTENTION_BLOCK]; HEADS],
         ) {
             let n = width / 16;
-            let qs: [&[[f32; 16]]; R] =
-                std::array::from_fn(|i| &q[(h + i) * width..].as_chunks().0[..n]);
-            let rows: [&[[f32; 16]]; V] =
-                std::array::from_fn(|v| &block[(t + v) * width..].as_chunks().0[..n]);
+            let (mut qs, mut rows): ([&[[f32; 16]]; R], [&[[f32; 16]]; V]) = ([&[]; R], [&[]; V]);
+            for i in 0..R {
+                qs[i] = &q[(h + i) * width..].as_chunks().0[..n];
+            }
+            for v in 0..V {
+                rows[v] = &block[(t + v) * width..].as_chunks().0[..n];
+            }
             let mut p = [[zero(); V]; R];
             for at in 0..n {
                 let mut row = [zero(); V];
@@ -382,8 +388,10 @@ macro_rules! plain_columns {
         fn $rows<const R: usize>(w: &[u8], a: &[f32], out: &mut [f32]) {
             let (out, _) = out.as_chunks_mut();
             let n = out.len();
-            let rows: [&[[u8; $bytes]]; R] =
-                std::array::from_fn(|i| &w[i * n * $bytes..].as_chunks().0[..n]);
+            let mut rows: [&[[u8; $bytes]]; R] = [&[]; R];
+            for i in 0..R {
+                rows[i] = &w[i * n * $bytes..].as_chunks().0[..n];
+            }
             let a: &[f32; R] = a.first_chunk().expect("R rows");
             for (at, out) in out.iter_mut().enumerate() {
                 let mut sum = load(out);
@@ -427,11 +435,10 @@ macro_rules! grouped_columns {
             for (g, out) in out.chunks_mut(group / 16).enumerate() {
                 let n = out.len();
                 let first = g * (group / 16) * $bytes;
-                let codes: [&[[u8; $bytes]]; R] = std::array::from_fn(|i| {
-                    &m.codes[(r + i) * code_bytes + first..].as_chunks().0[..n]
-                });
+                let mut codes: [&[[u8; $bytes]]; R] = [&[]; R];
                 let mut scales = [zero(); R];
                 for i in 0..R {
+                    codes[i] = &m.codes[(r + i) * code_bytes + first..].as_chunks().0[..n];
                     scales[i] = splat(f16_at(&m.scales[(r + i) * scale_bytes..], g));
                 }
                 for (at, out) in out.iter_mut().enumerate() {
