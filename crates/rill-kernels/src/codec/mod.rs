@@ -281,8 +281,8 @@ pub(crate) fn check_f16_scales(
     inputs_per_scale: usize,
 ) -> Result<(), LayoutError> {
     // Exponent bits all set: infinity or NaN.
-    let bad = |b: &[u8]| b[1] & 0x7c == 0x7c;
-    match scales.chunks_exact(2).position(bad) {
+    let bad = |b: &[u8; 2]| b[1] & 0x7c == 0x7c;
+    match first(scales.as_chunks().0, bad) {
         None => Ok(()),
         Some(at) => Err(LayoutError::Scale {
             row: at / per_row,
@@ -302,6 +302,14 @@ pub(crate) const fn bf16_bytes(values: [f32; 16]) -> [[u8; 16]; 2] {
         i += 1;
     }
     out
+}
+
+/// The first item that is bad. Weights are looked through for every token and almost never bad, so
+/// this counts in vectors where a search would go item by item.
+#[inline(always)]
+pub(crate) fn first<T>(items: &[T], bad: impl Fn(&T) -> bool) -> Option<usize> {
+    let any = items.iter().fold(0, |any, item| any | u8::from(bad(item)));
+    if any == 0 { None } else { items.iter().position(bad) }
 }
 
 /// The fixed tree that joins partial sums.

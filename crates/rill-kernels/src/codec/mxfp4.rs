@@ -1,7 +1,7 @@
 //! MXFP4: four-bit floats with one power of two per 32 inputs. Codes are nibbles, the low one
 //! the even input; scales are exponent bytes.
 
-use super::{LayoutError, PARTIALS, join};
+use super::{LayoutError, PARTIALS, first, join};
 
 /// Inputs that share one scale.
 pub(crate) const BLOCK: usize = 32;
@@ -30,12 +30,12 @@ pub(crate) fn scales(bytes: &[u8], first: usize, out: &mut [f32]) {
 
 /// Refuses the scale that means NaN.
 pub(crate) fn check_scales(scales: &[u8], cols: usize) -> Result<(), LayoutError> {
-    match scales.iter().position(|&e| e == NAN_SCALE) {
+    match first(scales, |&e| e == NAN_SCALE) {
         None => Ok(()),
         Some(at) => {
             let blocks = cols / BLOCK;
-            let (row, first) = (at / blocks, at % blocks * BLOCK);
-            Err(LayoutError::Scale { row, first, scale: f32::NAN })
+            let (row, input) = (at / blocks, at % blocks * BLOCK);
+            Err(LayoutError::Scale { row, first: input, scale: f32::NAN })
         }
     }
 }

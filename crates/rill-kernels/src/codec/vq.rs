@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use super::{Layout, LayoutError, PARTIALS, Vq, f16_at, join};
+use super::{Layout, LayoutError, PARTIALS, Vq, f16_at, first, join};
 
 /// Weights of one table entry.
 pub(crate) const VECTOR: usize = 8;
@@ -53,7 +53,7 @@ impl Vq {
         if self.packed || self.entries == 256 {
             return Ok(());
         }
-        match codes.iter().position(|&i| usize::from(i) >= self.entries) {
+        match first(codes, |&i| usize::from(i) >= self.entries) {
             None => Ok(()),
             Some(byte) => {
                 let found = usize::from(codes[byte]);
