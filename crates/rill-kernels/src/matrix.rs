@@ -49,14 +49,7 @@ impl<'a> Matrix<'a> {
         scales: &'a [u8],
         tables: &'a [f32],
     ) -> Result<Self, LayoutError> {
-        let layout = codec.layout(rows, cols)?;
-        let lengths = [("codes", layout.codes, codes), ("scales", layout.scales, scales)];
-        for (part, expected, bytes) in lengths {
-            if bytes.len() != expected {
-                let (format, found) = (codec.name(), bytes.len());
-                return Err(LayoutError::Length { format, part, rows, cols, expected, found });
-            }
-        }
+        let matrix = Self::accepted(codec, rows, cols, codes, scales, tables)?;
         match codec {
             Codec::F32 | Codec::Bf16 => {}
             Codec::Q8 { group } | Codec::Q4 { group } => {
@@ -66,12 +59,37 @@ impl<'a> Matrix<'a> {
             Codec::Vq(vq) => {
                 check_f16_scales(scales, 1, 0)?;
                 vq.check_indices(codes)?;
-                if tables.len() != vq.stages * vq.entries * vq::VECTOR {
-                    return Err(LayoutError::Vq(
-                        "the tables do not have stages × entries × 8 values",
-                    ));
-                }
             }
+        }
+        Ok(matrix)
+    }
+
+    /// A matrix over bytes that one of the above has accepted before: lengths are checked, values
+    /// are not looked through again, which for a token's weights takes as long as reading them. Where
+    /// that is not true, products may be NaN, or panic for an index beyond its table.
+    ///
+    /// # Errors
+    /// When a length does not fit.
+    pub fn accepted(
+        codec: Codec,
+        rows: usize,
+        cols: usize,
+        codes: &'a [u8],
+        scales: &'a [u8],
+        tables: &'a [f32],
+    ) -> Result<Self, LayoutError> {
+        let layout = codec.layout(rows, cols)?;
+        let lengths = [("codes", layout.codes, codes), ("scales", layout.scales, scales)];
+        for (part, expected, bytes) in lengths {
+            if bytes.len() != expected {
+                let (format, found) = (codec.name(), bytes.len());
+                return Err(LayoutError::Length { format, part, rows, cols, expected, found });
+            }
+        }
+        if let Codec::Vq(vq) = codec
+            && tables.len() != vq.stages * vq.entries * vq::VECTOR
+        {
+            return Err(LayoutError::Vq("the tables do not have stages × entries × 8 values"));
         }
         Ok(Self { codec, rows, cols, codes, scales, tables, first_row: 0 })
     }

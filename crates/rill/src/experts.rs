@@ -110,7 +110,33 @@ pub(crate) trait ExpertRecords: Send + Sync {
         layer: LayerIdx,
         expert: ExpertId,
         record: Record<'b>,
+        values: Values,
     ) -> Result<Expert<'b>, ExpertError>;
+}
+
+/// Whether scales and indices are still to be looked through, or were when they were read.
+#[derive(Clone, Copy)]
+pub(crate) enum Values {
+    Unseen,
+    Accepted,
+}
+
+impl Values {
+    /// The matrix in these bytes; `tables` are those of a vector-quantised format.
+    pub(crate) fn open<'b>(
+        self,
+        codec: Codec,
+        rows: usize,
+        cols: usize,
+        codes: &'b [u8],
+        scales: &'b [u8],
+        tables: &'b [f32],
+    ) -> Result<Matrix<'b>, LayoutError> {
+        match self {
+            Self::Unseen => Matrix::with_tables(codec, rows, cols, codes, scales, tables),
+            Self::Accepted => Matrix::accepted(codec, rows, cols, codes, scales, tables),
+        }
+    }
 }
 
 /// Rows and columns of gate, up and down.
@@ -235,6 +261,7 @@ impl ExpertRecords for CheckpointExperts {
         layer: LayerIdx,
         expert: ExpertId,
         record: Record<'b>,
+        values: Values,
     ) -> Result<Expert<'b>, ExpertError> {
         let tensors = self.tensors(layer, expert);
         let matrix = |i: usize| {
@@ -244,7 +271,7 @@ impl ExpertRecords for CheckpointExperts {
                 None => (record.part(i), &[][..]),
                 Some(_) => (record.part(2 * i), record.part(2 * i + 1)),
             };
-            Matrix::new(self.codec, rows, cols, code_bytes, scale_bytes).map_err(|source| {
+            values.open(self.codec, rows, cols, code_bytes, scale_bytes, &[]).map_err(|source| {
                 // The shapes were checked, so what is wrong is in the scales, if there are any.
                 let info = self.checkpoint.info(scales.unwrap_or(codes));
                 let file = self.checkpoint.folder().describe(info.shard);
@@ -334,6 +361,7 @@ impl ExpertRecords for ContainerExperts {
         _layer: LayerIdx,
         _expert: ExpertId,
         record: Record<'b>,
+        values: Values,
     ) -> Result<Expert<'b>, ExpertError> {
         let layout = self.container.layout().ok_or(ExpertError::Missing)?;
         let record = record.joined();
@@ -341,7 +369,8 @@ impl ExpertRecords for ContainerExperts {
             let stored = &layout.matrices[i];
             let (rows, cols) = (stored.rows as usize, stored.cols as usize);
             let (codes, scales) = layout.matrix(record, i);
-            Matrix::new(source::codec(stored.codec), rows, cols, codes, scales)
+            values
+                .open(source::codec(stored.codec), rows, cols, codes, scales, &[])
                 .map_err(|source| layout_error(self.container.folder().describe(""), i, source))
         };
         Ok(Expert { gate: matrix(0)?, up: matrix(1)?, down: matrix(2)? })
@@ -449,6 +478,7 @@ impl ExpertRecords for WasteRecords {
         layer: LayerIdx,
         expert: ExpertId,
         record: Record<'b>,
+        values: Values,
     ) -> Result<Expert<'b>, ExpertError> {
         let place = self.waste.expert_places(layer.0 as u32, expert.0, self.dims())?;
         let record = record.joined();
@@ -457,7 +487,8 @@ impl ExpertRecords for WasteRecords {
             // Without its codebooks a matrix has no tables, which is refused.
             let tables = self.tables.get(&place.first_codebook).map_or(&[][..], Vec::as_slice);
             let (codes, scales) = (&record[place.codes.clone()], &record[place.scales.clone()]);
-            Matrix::with_tables(self.codec, rows, cols, codes, scales, tables)
+            values
+                .open(self.codec, rows, cols, codes, scales, tables)
                 .map_err(|source| layout_error(self.waste.folder().describe(""), i, source))
         };
         Ok(Expert {

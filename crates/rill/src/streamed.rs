@@ -13,7 +13,7 @@ use rill_stream::{
 
 use crate::config::ModelConfig;
 use crate::error::{Error, ExpertError};
-use crate::experts::{Expert, ExpertId, ExpertRecords, ExpertSource, LayerIdx, moe_layers};
+use crate::experts::{Expert, ExpertId, ExpertRecords, ExpertSource, LayerIdx, Values, moe_layers};
 use crate::routing::geometry;
 
 /// Which experts stay in memory when not all can.
@@ -215,7 +215,7 @@ impl ExpertSource for StreamedExperts {
             if failure.is_some() {
                 return;
             }
-            match self.records.view(layer, expert, record) {
+            match self.records.view(layer, expert, record, Values::Accepted) {
                 Ok(view) => consume(expert, view),
                 Err(source) => {
                     failure = Some(Error::Expert { layer, expert, source: Box::new(source) });
@@ -266,7 +266,7 @@ impl ExpertSource for StreamedExperts {
 fn expert_error(source: Arc<ReadError>) -> ExpertError {
     match Arc::try_unwrap(source) {
         Ok(ReadError::Refused(error)) => match error.downcast() {
-            Ok(error) => ExpertError::Read(*error),
+            Ok(error) => *error,
             Err(error) => ExpertError::Stream(Arc::new(ReadError::Refused(error))),
         },
         Ok(error) => ExpertError::Stream(Arc::new(error)),
@@ -293,7 +293,9 @@ impl Records for Stored {
         key: ExpertKey,
         record: Record<'_>,
     ) -> Result<(), Box<dyn StdError + Send + Sync>> {
-        let layer = self.layers.layers[key.layer as usize];
-        Ok(self.records.check(layer, ExpertId(key.expert), self.verify, record)?)
+        let (layer, expert) = (self.layers.layers[key.layer as usize], ExpertId(key.expert));
+        self.records.check(layer, expert, self.verify, record).map_err(ExpertError::Read)?;
+        self.records.view(layer, expert, record, Values::Unseen)?;
+        Ok(())
     }
 }

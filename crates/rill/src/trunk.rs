@@ -15,6 +15,7 @@ use rill_kernels::{Codec, Matrix};
 use rill_stream::{AlignedBuf, Extent, Placement, Priority, ReadError, Readers, Record};
 
 use crate::error::Error;
+use crate::experts::Values;
 use crate::plan::Plan;
 use crate::source::WeightSource;
 use crate::streamed::extent;
@@ -67,10 +68,10 @@ pub(crate) struct UnitBytes {
 
 impl UnitBytes {
     pub(crate) fn view(&self, linear: Linear) -> Matrix<'_> {
-        self.matrix(linear.0).expect("checked when it was read")
+        self.matrix(linear.0, Values::Accepted).expect("checked when it was read")
     }
 
-    fn matrix(&self, index: usize) -> Result<Matrix<'_>, Error> {
+    fn matrix(&self, index: usize, values: Values) -> Result<Matrix<'_>, Error> {
         let (stored, place) = &self.unit.matrices[index];
         let (codes, scales) = match place {
             Place::Buffer(codes, scales) => {
@@ -79,7 +80,8 @@ impl UnitBytes {
             }
             Place::Converted(i) => (&self.converted[*i].0[..], &self.converted[*i].1[..]),
         };
-        Matrix::new(stored.codec, stored.rows, stored.cols, codes, scales)
+        values
+            .open(stored.codec, stored.rows, stored.cols, codes, scales, &[])
             .map_err(|source| Error::Layout { tensor: stored.name.clone(), source })
     }
 
@@ -120,7 +122,8 @@ impl UnitBytes {
                 self.converted.push(source.read(&stored.name)?);
             }
         }
-        (0..self.unit.matrices.len()).try_for_each(|index| self.matrix(index).map(|_| ()))
+        (0..self.unit.matrices.len())
+            .try_for_each(|index| self.matrix(index, Values::Unseen).map(|_| ()))
     }
 }
 
