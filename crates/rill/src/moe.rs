@@ -1,7 +1,5 @@
 //! Feed-forward layers: the gated product, and the mixture of experts around it.
 
-use std::cmp::Ordering;
-
 use rill_kernels::{Kernels, Matrix};
 
 use crate::compute::{Compute, transpose};
@@ -103,20 +101,24 @@ fn route(
 /// Indices of the k largest values, ascending. Equal values go to the lower index; NaN is below
 /// everything.
 fn top_k(values: &[f32], k: usize) -> Vec<u32> {
-    let key = |i: &u32| {
-        let v = values[*i as usize];
-        if v.is_nan() { f32::NEG_INFINITY } else { v }
-    };
-    let mut order: Vec<u32> = (0..values.len() as u32).collect();
-    // Without NaN the order is total, and both zeros are equal.
-    let by_value =
-        |a: &u32, b: &u32| key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal).then(a.cmp(b));
-    if k < order.len() {
-        order.select_nth_unstable_by(k, by_value);
-        order.truncate(k);
+    let mut keys: Vec<u64> = values.iter().enumerate().map(|(i, &v)| rank_key(v, i)).collect();
+    if k < keys.len() {
+        keys.select_nth_unstable(k);
+        keys.truncate(k);
     }
-    order.sort_unstable();
-    order
+    let mut ids: Vec<u32> = keys.into_iter().map(|key| key as u32).collect();
+    ids.sort_unstable();
+    ids
+}
+
+/// A number that is the smaller, the earlier the value ranks: numbers are compared faster than
+/// pairs are by a function.
+fn rank_key(value: f32, index: usize) -> u64 {
+    // Both zeros are equal.
+    let bits = if value.is_nan() { f32::NEG_INFINITY } else { value + 0.0 }.to_bits();
+    // The sign stays: negative values come after the others, and their bits grow downwards.
+    let rank = if bits >> 31 == 1 { bits } else { !bits & 0x7fff_ffff };
+    u64::from(rank) << 32 | index as u64
 }
 
 /// The `n` experts that score plus bias puts first, best first.
@@ -232,6 +234,19 @@ mod tests {
     fn ties_go_to_the_lower_index() {
         assert_eq!(top_k(&[0.5, 0.7, 0.5, 0.5, 0.7], 3), [0, 1, 4]);
         assert_eq!(top_k(&[0.5; 100], 4), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn values_of_any_sign_and_size_are_ranked() {
+        let ranked = [f32::INFINITY, 2.0, 1e-40, -0.0, -1e-40, -2.0, f32::NEG_INFINITY];
+        for k in 0..=ranked.len() {
+            let mut reversed = ranked;
+            reversed.reverse();
+            assert_eq!(top_k(&ranked, k), (0..k as u32).collect::<Vec<_>>());
+            assert_eq!(top_k(&reversed, k), (7 - k as u32..7).collect::<Vec<_>>());
+        }
+        assert_eq!(top_k(&[0.0, -0.0, 0.0], 1), [0]);
+        assert_eq!(top_k(&[-0.0, 0.0, 0.0], 2), [0, 1]);
     }
 
     #[test]
