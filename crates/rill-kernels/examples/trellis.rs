@@ -1,4 +1,4 @@
-//! How well and how fast the trellis format encodes real weights:
+//! How well and how fast the trellis format encodes real weights, and how fast it is multiplied:
 //!
 //! ```text
 //! cargo run --release -p rill-kernels --example trellis [WIDTH or RATE ...]
@@ -7,11 +7,17 @@
 //! Numbers up to 14 are widths, larger ones rates; all rates at width 12 without. Tables are made for the first 32
 //! rows of `fixtures/k3-real`, errors ‖W − W′‖/‖W‖ are those of the other 32 against the published weights, bits
 //! are without tables. Seconds are those of one core for one expert of Kimi K3, 33.03 million weights, from
-//! the fastest of ten runs over each of four tiles, because others may be using the machine.
+//! the fastest of ten runs over each of four tiles, because others may be using the machine. Products are those of
+//! a 3072 × 3584 matrix, that is the 32 rows over and over, in 10⁹ weights per second and core for one vector and
+//! for sixteen, vectors quantised already, again the fastest of ten.
 
+use std::hint::black_box;
 use std::time::Instant;
 
-use rill_kernels::{Codec, Matrix, Trellis, TrellisEncoder, TrellisMatrix};
+use rill_kernels::{
+    Activations, Codec, Matrix, Trellis, TrellisEncoder, TrellisKernels, TrellisMatrix,
+    TrellisTables,
+};
 
 const ROWS: usize = 64;
 const COLS: usize = 3584;
@@ -33,7 +39,7 @@ fn main() {
     let (codes, scales) = file[file.len() - code_bytes - scale_bytes..].split_at(code_bytes);
     let source = Matrix::new(Codec::Mxfp4, ROWS, COLS, codes, scales).expect("as published");
     let (sample, rest) = (source.row_range(0..ROWS / 2), source.row_range(ROWS / 2..ROWS));
-    println!("width  rate  payload bits  stored bits   error  seconds per expert");
+    println!("width  rate  payload bits  stored bits   error  seconds per expert; products");
     for &width in &widths {
         for &rate in &rates {
             let trellis = Trellis::new(rate, width).expect("10 to 14, 16 to 28");
@@ -60,14 +66,37 @@ fn main() {
             let packed = TrellisMatrix::new(trellis, rest.rows(), COLS, &codes, &sides, tables);
             let weights = (rest.rows() * COLS) as f64;
             println!(
-                "{width:>5}  {rate:>4}  {:>12.4}  {:>11.4}  {:>5.2} %  {}",
+                "{width:>5}  {rate:>4}  {:>12.4}  {:>11.4}  {:>5.2} %  {}; {}",
                 trellis.payload_bits(rest.rows(), COLS) as f64 / weights,
                 (layout.codes + layout.scales) as f64 * 8.0 / weights,
                 error(&rest, &packed.expect("just made")) * 100.0,
                 seconds.join(", "),
+                speeds(trellis, &codes, &sides, encoder.tables()).join(", "),
             );
         }
     }
+}
+
+/// 10⁹ weights per second of every kernel but the specification, for one and for sixteen vectors.
+fn speeds(trellis: Trellis, codes: &[u8], sides: &[u8], tables: &TrellisTables) -> Vec<String> {
+    let rows = 3072;
+    let times = rows / 8 / TILES;
+    let (codes, sides) = (codes.repeat(times), sides.repeat(times));
+    let matrix = TrellisMatrix::new(trellis, rows, COLS, &codes, &sides, tables);
+    let matrix = matrix.expect("tiles that are whole");
+    let mut kernels = TrellisKernels::all();
+    let kernels = kernels.split_off(usize::from(kernels.len() > 1));
+    let speed = |kernels: &TrellisKernels| {
+        let [one, sixteen] = [1, 16].map(|n| {
+            let x: Vec<f32> = (0..n * COLS).map(|i| (i % 13) as f32 - 6.0).collect();
+            let x = Activations::new(&x, COLS);
+            let mut out = vec![0.0; rows * n];
+            let seconds = best_of(|| kernels.multiply(black_box(&matrix), &x, black_box(&mut out)));
+            (rows * COLS * n) as f64 / seconds / 1e9
+        });
+        format!("{} {one:.1} ({sixteen:.1})", kernels.name())
+    };
+    kernels.iter().map(speed).collect()
 }
 
 fn best_of(mut f: impl FnMut()) -> f64 {

@@ -23,7 +23,7 @@ mod table;
 
 pub use codec::{
     Activations, Codec, EncodeError, GROUP_RANGE, Layout, LayoutError, Trellis, TrellisEncoder,
-    TrellisMatrix, TrellisTables, Vq,
+    TrellisKernels, TrellisMatrix, TrellisTables, Vq,
 };
 pub use matrix::Matrix;
 pub use pool::{Pool, PoolError};

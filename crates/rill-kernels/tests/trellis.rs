@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use rill_kernels::{
-    Activations, Codec, LayoutError, Matrix, Pool, Trellis, TrellisEncoder, TrellisMatrix,
-    TrellisTables,
+    Activations, Codec, LayoutError, Matrix, Pool, Trellis, TrellisEncoder, TrellisKernels,
+    TrellisMatrix, TrellisTables,
 };
 
 /// xorshift64*.
@@ -175,6 +175,70 @@ fn row_ranges_are_the_rows() {
             assert_eq!(whole, part);
         }
     }
+}
+
+#[test]
+fn every_kernel_gives_the_specifications_bits_for_every_rate_and_shape() {
+    let mut rng = Rng(6);
+    for trellis in every_trellis() {
+        for (rows, cols) in [(1, 32), (4, 64), (5, 96), (8, 512), (23, 288)] {
+            let bytes = Bytes::random(&mut rng, trellis, rows, cols);
+            let matrix = bytes.matrix().unwrap();
+            for n in [1, 2, 4, 7] {
+                let mut x = rng.gaussian(n * cols);
+                // The largest sums there can be, in both directions, and one vector that is no number.
+                x[..32].fill(1.0);
+                x[n * cols - 32..].fill(-1.0);
+                if n == 7 {
+                    x[3 * cols] = f32::NAN;
+                }
+                let x = Activations::new(&x, cols);
+                let [expected, others @ ..] = &products(&matrix, &x)[..] else { panic!() };
+                for (name, found) in others {
+                    let same = |(a, b): (&f32, &f32)| {
+                        a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
+                    };
+                    let all = expected.1.iter().zip(found).all(same);
+                    assert!(all, "{name} {trellis:?} {rows} × {cols}, {n} vectors");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_largest_sums_of_bytes_there_can_be_are_exact() {
+    let trellis = Trellis::new(25, 12).unwrap();
+    for table in [0, 127] {
+        let mut bytes = Bytes::random(&mut Rng(7), trellis, 8, 64);
+        bytes.tables = TrellisTables::new(&[table; 128]).unwrap();
+        let matrix = bytes.matrix().unwrap();
+        for sign in [1.0, -1.0] {
+            let x = Activations::new(&[sign * 16319.0; 64], 64);
+            let mut w = [0.0; 64];
+            for (name, out) in products(&matrix, &x) {
+                for (row, &found) in out.iter().enumerate() {
+                    matrix.decode_row(row, &mut w);
+                    let exact = w.iter().map(|w| f64::from(*w) * f64::from(sign) * 16319.0);
+                    let exact: f64 = exact.sum();
+                    assert!(
+                        (f64::from(found) / exact - 1.0).abs() < 1e-6,
+                        "{name} {found} {exact}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Name and product of every kernel.
+fn products(matrix: &TrellisMatrix<'_>, x: &Activations) -> Vec<(&'static str, Vec<f32>)> {
+    let product = |kernels: TrellisKernels| {
+        let mut out = vec![f32::NAN; matrix.rows() * x.vectors()];
+        kernels.multiply(matrix, x, &mut out);
+        (kernels.name(), out)
+    };
+    TrellisKernels::all().into_iter().map(product).collect()
 }
 
 /// Relative distance of two vectors in norm.

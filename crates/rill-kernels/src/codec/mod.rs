@@ -13,7 +13,9 @@ pub(crate) mod q8;
 mod trellis;
 pub(crate) mod vq;
 
-pub use trellis::{Activations, Trellis, TrellisEncoder, TrellisMatrix, TrellisTables};
+pub use trellis::{
+    Activations, Trellis, TrellisEncoder, TrellisKernels, TrellisMatrix, TrellisTables,
+};
 
 /// Partial sums of one reduction.
 pub(crate) const PARTIALS: usize = 16;

@@ -33,6 +33,11 @@ use super::{Layout, LayoutError};
 mod activations;
 mod encode;
 mod format;
+mod product;
+#[cfg(target_arch = "x86_64")]
+mod product_avx2;
+#[cfg(target_arch = "x86_64")]
+mod product_avx512;
 mod viterbi;
 #[cfg(target_arch = "x86_64")]
 mod viterbi_avx2;
@@ -42,6 +47,7 @@ mod viterbi_avx512;
 pub use activations::Activations;
 pub use encode::TrellisEncoder;
 pub use format::{TrellisMatrix, TrellisTables};
+pub use product::TrellisKernels;
 
 /// Inputs that share a nibble of side information.
 const BLOCK: usize = 32;

@@ -23,6 +23,8 @@ pub struct Activations {
     pub(super) low: Vec<i8>,
     /// (n, cols / 32)
     pub(super) scales: Vec<f32>,
+    /// Sums of a block's integers, (n, cols / 32): what kernels multiply a bias of the weights with.
+    pub(super) sums: Vec<i32>,
 }
 
 impl Activations {
@@ -35,6 +37,7 @@ impl Activations {
         let mut high = Vec::with_capacity(x.len());
         let mut low = Vec::with_capacity(x.len());
         let mut scales = Vec::with_capacity(x.len() / BLOCK);
+        let mut sums = Vec::with_capacity(x.len() / BLOCK);
         for block in x.chunks_exact(BLOCK) {
             let largest = block.iter().fold(0.0f32, |m, x| m.max(x.abs()));
             let finite = block.iter().all(|x| x.is_finite());
@@ -46,15 +49,18 @@ impl Activations {
                 (largest / LARGEST, LARGEST / largest)
             };
             scales.push(scale);
+            let mut sum = 0;
             for x in block {
                 // What is not finite becomes 0 here: infinity times 0 is NaN, which the cast makes 0.
                 let whole = (x * inverse).round_ties_even() as i32;
                 let top = (whole + 64) >> 7;
                 high.push(top as i8);
                 low.push((whole - (top << 7)) as i8);
+                sum += whole;
             }
+            sums.push(sum);
         }
-        Self { cols, high, low, scales }
+        Self { cols, high, low, scales, sums }
     }
 
     /// Inputs of a vector.

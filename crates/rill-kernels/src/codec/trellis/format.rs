@@ -42,10 +42,10 @@ impl TrellisTables {
 #[derive(Clone, Copy, Debug)]
 pub struct TrellisMatrix<'a> {
     pub(super) trellis: Trellis,
-    rows: usize,
-    cols: usize,
-    codes: &'a [u8],
-    sides: &'a [u8],
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) codes: &'a [u8],
+    pub(super) sides: &'a [u8],
     pub(super) tables: &'a TrellisTables,
 }
 
@@ -189,12 +189,12 @@ impl<'a> TrellisMatrix<'a> {
     }
 
     /// Scale of a row: a tenth of its largest block's power of two.
-    fn scale(&self, row: usize) -> f32 {
+    pub(super) fn scale(&self, row: usize) -> f32 {
         f32::from_bits((self.word(row, self.trellis.lines(self.cols) - 1) >> 32) as u32)
     }
 }
 
 /// 2^−delta of a side nibble.
-fn power(side: u8) -> f32 {
+pub(super) fn power(side: u8) -> f32 {
     f32::from_bits((127 - u32::from(side & MAX_DELTA)) << 23)
 }

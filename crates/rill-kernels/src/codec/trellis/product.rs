@@ -1,0 +1,68 @@
+//! Which code multiplies trellis matrices, and the checks in front of it.
+
+use super::{Activations, TrellisMatrix};
+
+/// A way of multiplying trellis matrices, chosen once. Every one gives the same bits.
+#[derive(Clone, Copy)]
+pub struct TrellisKernels {
+    name: &'static str,
+    /// May need CPU features, which [`all`](Self::all) has checked.
+    multiply: unsafe fn(&TrellisMatrix<'_>, &Activations, &mut [f32]),
+}
+
+impl TrellisKernels {
+    /// The specification, [`TrellisMatrix::multiply`], compiled for any CPU.
+    pub const SCALAR: Self =
+        Self { name: "scalar", multiply: |matrix, x, out| matrix.multiply(x, out) };
+
+    /// Everything this CPU can run, the specification first and the fastest last.
+    pub fn all() -> Vec<Self> {
+        #[allow(unused_mut, reason = "only some machines have more")]
+        let mut all = vec![Self::SCALAR];
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                all.push(Self { name: "avx2", multiply: super::product_avx2::multiply });
+            }
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vbmi")
+                && is_x86_feature_detected!("avx512vbmi2")
+                && is_x86_feature_detected!("avx512vnni")
+            {
+                all.push(Self { name: "avx512", multiply: super::product_avx512::multiply });
+            }
+        }
+        all
+    }
+
+    /// The fastest this CPU can run.
+    pub fn detect() -> Self {
+        Self::all().pop().unwrap_or(Self::SCALAR)
+    }
+
+    /// Short name for reports.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// As [`TrellisMatrix::multiply`], to the last bit.
+    ///
+    /// # Panics
+    /// When the lengths disagree.
+    pub fn multiply(&self, matrix: &TrellisMatrix<'_>, x: &Activations, out: &mut [f32]) {
+        matrix.check(x, out);
+        #[expect(unsafe_code, reason = "kernels may need CPU features")]
+        // SAFETY: kernels are safe functions that need CPU features at most; a set that does is made
+        // by `all` alone, which has checked that this CPU has them.
+        unsafe {
+            (self.multiply)(matrix, x, out);
+        }
+    }
+}
+
+impl std::fmt::Debug for TrellisKernels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "TrellisKernels({})", self.name)
+    }
+}
