@@ -312,6 +312,9 @@ impl Trunk {
                 Stage::Ready(bytes) => break self.held(bytes),
                 Stage::Reading => {
                     state.waiting[index] += 1;
+                    // Whoever waits uses no other unit, so that the drive can go on while this one is
+                    // being checked.
+                    self.read_next(&mut state, index);
                     state = self.ring.wait(state);
                     state.waiting[index] -= 1;
                 }
