@@ -173,6 +173,7 @@ fn multiply_four<const V: usize>(
 
     let mut f = [_mm256_setzero_ps(); V];
     let mut bit = 0;
+    let (mut shift, step) = (_mm256_setzero_si256(), _mm256_set1_epi64x(rate as i64));
     for block in 0..blocks {
         let at = block / 2 * TILE + half * ROWS;
         let side: &[u8; ROWS] = sides[at..].first_chunk().expect("a side per row");
@@ -180,30 +181,33 @@ fn multiply_four<const V: usize>(
         let classes =
             |a: u32, b: u32| (side >> (8 * a + 3) & 1 | (side >> (8 * b + 3) & 1) << 1) as usize;
         let (tables02, tables13) = (&tables[classes(0, 2)], &tables[classes(1, 3)]);
-        // Rows 0 and 2, rows 1 and 3, each of sixteen inputs; then of the other sixteen.
-        let mut w = [_mm256_setzero_si256(); 4];
-        for pair in 0..2 {
-            let mut entries = [_mm256_setzero_si256(); 2];
-            for entries in &mut entries {
-                debug_assert!(bit / 64 * LINE + 2 * LINE <= lines.len());
-                // SAFETY: `lines` are those of the tile, and no group of inputs begins in the last.
-                let (this, next) = unsafe {
-                    let line = lines.as_ptr().add(bit / 64 * LINE + half * 32);
-                    (_mm256_loadu_si256(line.cast()), _mm256_loadu_si256(line.add(LINE).cast()))
-                };
-                let shift = (bit % 64) as i64;
-                let codes = _mm256_or_si256(
-                    _mm256_srl_epi64(this, _mm_cvtsi64_si128(shift)),
-                    // 64 makes it zero.
-                    _mm256_sll_epi64(next, _mm_cvtsi64_si128(64 - shift)),
-                );
-                *entries = windows.entries(codes);
-                bit += rate;
-            }
-            let [a, b] = entries;
-            w[2 * pair] = look_up(tables02, _mm256_unpacklo_epi64(a, b));
-            w[2 * pair + 1] = look_up(tables13, _mm256_unpackhi_epi64(a, b));
+        // All rows' entries of eight inputs after eight.
+        let mut entries = [_mm256_setzero_si256(); BLOCK / GROUP];
+        for entries in &mut entries {
+            debug_assert!(bit / 64 * LINE + 2 * LINE <= lines.len());
+            // SAFETY: `lines` are those of the tile, and no group of inputs begins in the last.
+            let (this, next) = unsafe {
+                let line = lines.as_ptr().add(bit / 64 * LINE + half * 32);
+                (_mm256_loadu_si256(line.cast()), _mm256_loadu_si256(line.add(LINE).cast()))
+            };
+            // Counts of 64 and more make zero.
+            let codes = _mm256_or_si256(
+                _mm256_srlv_epi64(this, shift),
+                _mm256_sllv_epi64(next, _mm256_sub_epi64(_mm256_set1_epi64x(64), shift)),
+            );
+            *entries = windows.entries(codes);
+            bit += rate;
+            shift = _mm256_add_epi64(shift, step);
+            shift = _mm256_and_si256(shift, _mm256_set1_epi64x(63));
         }
+        let [a, b, c, d] = entries;
+        // Rows 0 and 2, then rows 1 and 3, each of sixteen inputs and the other sixteen.
+        let w = [
+            look_up(tables02, _mm256_unpacklo_epi64(a, b)),
+            look_up(tables02, _mm256_unpacklo_epi64(c, d)),
+            look_up(tables13, _mm256_unpackhi_epi64(a, b)),
+            look_up(tables13, _mm256_unpackhi_epi64(c, d)),
+        ];
         // In the order of the lanes below: rows 0, 1, 0, 1, 2, 3, 2, 3.
         let nibbles = _mm256_srlv_epi32(
             _mm256_set1_epi32(side as i32),
@@ -224,8 +228,8 @@ fn multiply_four<const V: usize>(
                 };
                 let high = _mm256_broadcastsi128_si256(high);
                 let low = _mm256_broadcastsi128_si256(low);
-                rows02 = _mm256_add_epi32(rows02, dot(w[2 * pair], high, low));
-                rows13 = _mm256_add_epi32(rows13, dot(w[2 * pair + 1], high, low));
+                rows02 = _mm256_add_epi32(rows02, dot(w[pair], high, low));
+                rows13 = _mm256_add_epi32(rows13, dot(w[2 + pair], high, low));
             }
             let halves = _mm256_hadd_epi32(rows02, rows13);
             let bias = _mm256_set1_epi32(i32::from(ZERO) * sums[v * blocks + block]);
