@@ -21,6 +21,8 @@ FIXTURES = "-p rill --test fixtures"
 BITS = "-p rill --test bits"
 TRAPS = "-p rill --test traps"
 KERNELS = "-p rill-kernels --test bits"
+PRODUCTS = "-p rill-kernels --test products"
+POOL = "-p rill-kernels --lib"
 HOSTILE = "-p rill --test hostile"
 BUDGETS = "-p rill --test budgets"
 CONTAINERS = "-p rill --test containers"
@@ -45,7 +47,7 @@ FAULTS = [
          "            *o = q.mul_add(*s, *o);\n            *s = k.mul_add(*d, *s);"),
     ], [KERNELS, FIXTURES]),
     ("rope_slots_dropped", "crates/rill/src/mla.rs", [
-        ("query[rank..].copy_from_slice(&q[nope..]);", "query[rank..].fill(0.0);"),
+        ("shared.copy_from_slice(&q[nope..]);", "shared.fill(0.0);"),
     ], [FIXTURES, TRAPS]),
     ("softmax_scale_without_rope", "crates/rill/src/mla.rs", [
         ("((nope + rope) as f32).sqrt()", "(nope as f32).sqrt()"),
@@ -102,22 +104,37 @@ FAULTS = [
         ("&cache[..(past + t + 1) * width]", "&cache[..(past + n) * width]"),
     ], [BITS, FIXTURES]),
     ("attention_blocks_counted_from_the_end", "crates/rill-kernels/src/scalar.rs", [
-        ("for (index, block) in cache.chunks(ATTENTION_BLOCK * width).enumerate() {",
-         "for (index, block) in cache.rchunks(ATTENTION_BLOCK * width).rev().enumerate() {"),
-    ], [BITS]),
-    ("threads_get_wrong_rows", "crates/rill-kernels/src/pool.rs", [
-        ("f(*first..*first + part.len() / per_row, part)",
-         "f(0..part.len() / per_row, { let _ = first; part })"),
+        ("for block in cache.chunks(ATTENTION_BLOCK * width) {",
+         "for block in cache.rchunks(ATTENTION_BLOCK * width).rev() {"),
     ], [KERNELS, BITS]),
+    ("threads_get_wrong_rows", "crates/rill-kernels/src/pool.rs", [
+        ("f(first..first + part.len() / per_row, part);",
+         "f(0..part.len() / per_row, { let _ = first; part });"),
+    ], [POOL, KERNELS, BITS]),
+    ("split_returns_before_its_parts_are_done", "crates/rill-kernels/src/pool/crew.rs", [
+        ("if inside(closed) > 0 {", "if inside(closed) > OPEN {"),
+    ], [POOL]),
+    ("vectors_take_the_delta_against_the_undecayed_state", "crates/rill-kernels/src/steps.rs", [
+        ("u[j] = fma(splat(k), mul(splat(a), load(&row[j])), u[j]);",
+         "u[j] = { let _ = a; fma(splat(k), load(&row[j]), u[j]) };"),
+    ], [KERNELS]),
+    ("vectors_take_the_output_from_the_old_state", "crates/rill-kernels/src/steps.rs", [
+        ("store(s, &mut row[j]);\n                    o[j] = fma(q, s, o[j]);",
+         "o[j] = fma(q, mul(a, load(&row[j])), o[j]);\n                    store(s, &mut row[j]);"),
+    ], [KERNELS]),
+    ("vectors_attend_from_the_end", "crates/rill-kernels/src/steps.rs", [
+        ("block.chunks_exact(width).enumerate().take(ATTENTION_BLOCK) {",
+         "block.chunks_exact(width).enumerate().take(ATTENTION_BLOCK).rev() {"),
+    ], [KERNELS]),
     ("nan_scale_accepted", "crates/rill-kernels/src/codec/mxfp4.rs", [
-        ("scales.iter().position(|&e| e == NAN_SCALE)", "scales.iter().position(|_| false)"),
+        ("first(scales, |&e| e == NAN_SCALE)", "first(scales, |_| false)"),
     ], [KERNELS, HOSTILE]),
     ("failed_step_leaves_its_traces", "crates/rill/src/engine.rs", [
         ("step.inspect_err(|_| session.roll_back())?;", "step?;"),
     ], [HOSTILE]),
     ("inputs_beyond_the_last_sixteen_forgotten", "crates/rill-kernels/src/lanes.rs", [
-        ("for at in whole..cols {", "for at in cols..cols {"),
-    ], [KERNELS]),
+        ("ragged::<F, R>(rows, x, at, end);", "ragged::<F, R>(rows, x, at, at);"),
+    ], [KERNELS, PRODUCTS]),
     ("short_read_accepted", "crates/rill-stream/src/storage/mod.rs", [
         ("Ok(0) => return Err(short()),", "Ok(0) => return Ok(()),"),
     ], [CACHE]),
@@ -125,9 +142,12 @@ FAULTS = [
         ("entry.keep == Keep::Loose && entry.waiting == 0 && !entry.is_reading()",
          "entry.keep == Keep::Loose && !entry.is_reading()"),
     ], [CACHE]),
+    ("overlap_where_there_should_be_none", "crates/rill-stream/src/cache.rs", [
+        ("if !self.options.overlap\n", "if false\n"),
+    ], [CACHE]),
     ("record_not_checked", "crates/rill/src/streamed.rs", [
-        ("Ok(self.records.check(layer, ExpertId(key.expert), self.verify, record)?)",
-         "let _ = (layer, record, self.verify); Ok(())"),
+        ("self.records.check(layer, expert, self.verify, record).map_err(ExpertError::Read)?;",
+         "let _ = self.verify;"),
     ], [CONTAINERS]),
     ("trunk_run_not_checked", "crates/rill/src/trunk.rs", [
         ("source.check_run(layer, run.joined())?;", "let _ = (source, layer, run);"),
