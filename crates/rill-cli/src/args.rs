@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
+use rill::KernelChoice;
+use rill_kernels::{Kernels, NoSuchKernels};
 
 /// Run language models that are larger than memory.
 #[derive(Debug, Parser)]
@@ -110,9 +112,10 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u16).range(1..=8192))]
     pub(crate) prefill_chunk: u16,
 
-    /// Kernels to compute with; the result is the same
-    #[arg(long, value_enum, default_value_t = Kernels::Fastest)]
-    pub(crate) kernels: Kernels,
+    /// Set of kernels to compute with: fastest, scalar, or another that this machine has; the result
+    /// is the same
+    #[arg(long, value_name = "SET", default_value = "fastest", value_parser = kernel_set)]
+    pub(crate) kernels: KernelChoice,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -131,12 +134,6 @@ pub(crate) enum Switch {
 /// Numbers of CPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CpuList(pub(crate) Vec<usize>);
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum Kernels {
-    Fastest,
-    Scalar,
-}
 
 /// Text from an argument, a file or a pipe.
 #[derive(Debug, clap::Args)]
@@ -570,9 +567,9 @@ pub(crate) struct KernelsArgs {
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,
 
-    /// Set of kernels; without it, the fastest
-    #[arg(long, value_name = "SET")]
-    pub(crate) kernels: Option<String>,
+    /// Set of kernels: fastest, scalar, or another that this machine has
+    #[arg(long, value_name = "SET", default_value = "fastest", value_parser = kernel_set)]
+    pub(crate) kernels: KernelChoice,
 
     /// About how long to measure; a few seconds give an impression
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
@@ -675,6 +672,13 @@ pub(crate) fn memory_size(text: &str) -> Result<u64, String> {
 }
 
 /// Numbers and ranges of numbers between commas, each number once.
+fn kernel_set(text: &str) -> Result<KernelChoice, NoSuchKernels> {
+    match text {
+        "fastest" => Ok(KernelChoice::Fastest),
+        name => Kernels::named(name).map(|_| KernelChoice::Named(name.to_owned())),
+    }
+}
+
 fn cpu_list(text: &str) -> Result<CpuList, String> {
     let parse = |text: &str| {
         let mut cpus = Vec::new();

@@ -6,9 +6,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use rill::config::ModelConfig;
-use rill::{CachePolicy, Engine, EngineOptions, Error, Folder, KernelChoice, Tokenizer};
+use rill::{CachePolicy, Engine, EngineOptions, Error, Folder, Tokenizer};
 
-use crate::args::{Cache, EngineArgs, Kernels, ModelArgs, Switch};
+use crate::args::{Cache, EngineArgs, ModelArgs, Switch};
 use crate::bundle;
 use crate::output::note;
 use crate::prompt::usage;
@@ -95,10 +95,7 @@ pub(crate) fn options(args: &EngineArgs, needs: Needs) -> EngineOptions {
         threads: args.threads.into(),
         cpus: args.cpus.as_ref().map_or_else(Vec::new, |list| list.0.clone()),
         prefill_chunk: args.prefill_chunk.into(),
-        kernels: match args.kernels {
-            Kernels::Fastest => KernelChoice::Fastest,
-            Kernels::Scalar => KernelChoice::Scalar,
-        },
+        kernels: args.kernels.clone(),
         cache: match args.cache {
             Cache::Lru => CachePolicy::Lru,
             Cache::Lfu => CachePolicy::Lfu,

@@ -27,7 +27,7 @@ pub use codec::{
 };
 pub use matrix::Matrix;
 pub use pool::{Pool, PoolError};
-pub use table::Kernels;
+pub use table::{Kernels, NoSuchKernels};
 
 /// Cached positions that attention takes at a time, at absolute positions.
 pub const ATTENTION_BLOCK: usize = 64;

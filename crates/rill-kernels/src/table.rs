@@ -169,6 +169,16 @@ impl fmt::Debug for Kernels {
     }
 }
 
+/// A set of kernels that cannot be had.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("this machine has no kernels named {name:?}; it has {}", names.join(", "))]
+pub struct NoSuchKernels {
+    /// What was asked for.
+    pub name: String,
+    /// What there is.
+    pub names: Vec<&'static str>,
+}
+
 /// Calls a table entry. The one place where the table's `unsafe` lives.
 macro_rules! call {
     ($self:ident.$name:ident($($arg:expr),* $(,)?)) => {{
@@ -208,7 +218,20 @@ impl Kernels {
         Self::all().pop().unwrap_or(Self::SCALAR)
     }
 
-    /// Short name for reports.
+    /// The set of this name.
+    ///
+    /// # Errors
+    /// When this CPU cannot run it, or there is none.
+    pub fn named(name: &str) -> Result<Kernels, NoSuchKernels> {
+        let sets = Self::all();
+        let found = sets.iter().find(|set| set.name == name);
+        found.copied().ok_or_else(|| NoSuchKernels {
+            name: name.to_owned(),
+            names: sets.iter().map(|set| set.name).collect(),
+        })
+    }
+
+    /// Short name for reports, and to choose it by.
     pub fn name(&self) -> &'static str {
         self.name
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rill_format::{Checkpoint, Folder, FormatError};
-use rill_kernels::{Kernels, Pool};
+use rill_kernels::{Kernels, NoSuchKernels, Pool};
 use rill_stream::machine::Pressure;
 use rill_stream::policy::Learned;
 use rill_stream::{
@@ -127,13 +127,22 @@ impl EngineOptions {
 }
 
 /// Which set of kernels an engine uses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum KernelChoice {
     /// The fastest this machine can run.
     #[default]
     Fastest,
-    /// The specification; for tests and for finding faults.
-    Scalar,
+    /// One by its name, such as `scalar`, the specification; for tests and for finding faults.
+    Named(String),
+}
+
+impl KernelChoice {
+    fn kernels(&self) -> Result<Kernels, NoSuchKernels> {
+        match self {
+            Self::Fastest => Ok(Kernels::detect()),
+            Self::Named(name) => Kernels::named(name),
+        }
+    }
 }
 
 /// Which positions to compute logits for.
@@ -221,6 +230,7 @@ impl Engine {
         wrap: impl FnOnce(Arc<dyn Storage>) -> Arc<dyn Storage>,
     ) -> Result<Self, Error> {
         let start = Instant::now();
+        let kernels = options.kernels.kernels()?;
         let source = source::open(folder)?;
         let config = config_of(&*source)?;
         let bound = weights::check(&*source, &config)?;
@@ -278,13 +288,7 @@ impl Engine {
             trunk,
             experts: Box::new(experts),
             source,
-            compute: Compute {
-                kernels: match options.kernels {
-                    KernelChoice::Fastest => Kernels::detect(),
-                    KernelChoice::Scalar => Kernels::SCALAR,
-                },
-                pool: Pool::new(threads, &options.cpus)?,
-            },
+            compute: Compute { kernels, pool: Pool::new(threads, &options.cpus)? },
             learn,
             learned_problem,
             turns: Turns::default(),

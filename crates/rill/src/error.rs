@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rill_format::FormatError;
-use rill_kernels::{LayoutError, PoolError};
+use rill_kernels::{LayoutError, NoSuchKernels, PoolError};
 use rill_stream::{OverBudget, ReadError, StreamError};
 use rill_text::TextError;
 
@@ -183,6 +183,10 @@ pub enum Error {
     /// Threads could not be started.
     #[error(transparent)]
     Threads(#[from] PoolError),
+
+    /// Kernels were asked for that this machine has not.
+    #[error(transparent)]
+    Kernels(#[from] NoSuchKernels),
 
     /// The caller's observer asked to stop.
     #[error("stopped on request")]

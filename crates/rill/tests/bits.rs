@@ -4,6 +4,7 @@ mod common;
 
 use common::{assert_same_bits, demo, fingerprint, k3_tiny, kimi_linear_tiny, reference};
 use rill::{Engine, EngineOptions, Folder, KernelChoice, Logits};
+use rill_kernels::Kernels;
 
 fn models() -> [(Folder, u64); 3] {
     // Fingerprints of the logits of all positions of each reference prompt, the same on x86-64
@@ -77,8 +78,20 @@ fn kernels_do_not_change_bits() {
     for (folder, _) in models() {
         let with = |kernels| logits(&folder, &EngineOptions { kernels, ..Default::default() });
         let fastest = with(KernelChoice::Fastest);
-        assert_same_bits("scalar kernels", &with(KernelChoice::Scalar), &fastest);
+        for set in Kernels::all() {
+            let named = KernelChoice::Named(set.name().to_owned());
+            assert_same_bits(set.name(), &with(named), &fastest);
+        }
     }
+}
+
+#[test]
+fn kernels_that_do_not_exist_are_refused_with_those_that_do() {
+    let kernels = KernelChoice::Named("abacus".to_owned());
+    let options = EngineOptions { kernels, ..Default::default() };
+    let error = Engine::open(demo(), &options).err().map(|error| error.to_string());
+    let error = error.expect("there is no abacus");
+    assert!(error.contains("abacus") && error.contains("scalar"), "{error}");
 }
 
 #[test]

@@ -498,7 +498,7 @@ fn runs_deterministically(copy: &Copy, damaged: &str) -> Vec<f32> {
     let plain = EngineOptions {
         threads: 1,
         prefill_chunk: 1,
-        kernels: KernelChoice::Scalar,
+        kernels: KernelChoice::Named("scalar".to_owned()),
         ..Default::default()
     };
     let plain = Engine::open(copy.folder(), &plain).expect("the model opens");

@@ -6,6 +6,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use rill::KernelChoice;
 use rill::config::ModelConfig;
 use rill::plan::TokenWeights;
 use rill_convert::SynthModel;
@@ -27,7 +28,10 @@ const INDEX_BLOCK: usize = 64;
 
 pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
     let model = Model::of(args.shape)?;
-    let kernels = choose(args.kernels.as_deref())?;
+    let kernels = match &args.kernels {
+        KernelChoice::Fastest => Kernels::detect(),
+        KernelChoice::Named(name) => Kernels::named(name)?,
+    };
     let threads = match args.threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         n => n.into(),
@@ -382,16 +386,6 @@ fn codecs() -> Vec<Codec> {
         vq(2, 256, false),
         vq(4, 64, true),
     ]
-}
-
-fn choose(name: Option<&str>) -> Result<Kernels> {
-    let Some(name) = name else { return Ok(Kernels::detect()) };
-    let sets = Kernels::all();
-    let names: Vec<&str> = sets.iter().map(Kernels::name).collect();
-    let found = sets.iter().find(|set| set.name() == name);
-    found.copied().with_context(|| {
-        format!("this machine has no kernels {name:?}; it has {}", names.join(", "))
-    })
 }
 
 /// Numbers around zero, different from each other.

@@ -145,7 +145,7 @@ fn arguments_that_make_no_sense_exit_with_2_and_are_named() {
         (&["run", "x", "-m", ""], "'--model <PATH>'"),
         (&["run", "x", "--threads", "1025"], "'--threads <N>'"),
         (&["run", "x", "--prefill-chunk", "0"], "'--prefill-chunk <N>'"),
-        (&["run", "x", "--kernels", "magic"], "'--kernels <KERNELS>'"),
+        (&["run", "x", "--kernels", "magic"], "'--kernels <SET>'"),
         (&["eval", "--ids", "1,b"], "'--ids <1,2,3>'"),
         (&["eval", "--ids", "1,,2"], "'--ids <1,2,3>'"),
         (&["eval", "--ids", ""], "'--ids <1,2,3>'"),
