@@ -23,12 +23,13 @@ TRAPS = "-p rill --test traps"
 KERNELS = "-p rill-kernels --test bits"
 PRODUCTS = "-p rill-kernels --test products"
 POOL = "-p rill-kernels --lib"
+STEPS = "crates/rill-kernels/src/steps.rs"
 HOSTILE = "-p rill --test hostile"
 BUDGETS = "-p rill --test budgets"
 CONTAINERS = "-p rill --test containers"
 CACHE = "-p rill-stream --test cache"
 
-# name, file, [(old, new)], tests that must fail
+# name, file, [(old, new) or (old, new, another file)], tests that must fail
 FAULTS = [
     # The places that are silently wrong.
     ("a_log_per_channel", "crates/rill/src/kda.rs", [
@@ -41,11 +42,16 @@ FAULTS = [
     ("delta_against_the_undecayed_state", "crates/rill-kernels/src/scalar.rs", [
         ("            *s *= a;\n            *u = k.mul_add(*s, *u);",
          "            *u = k.mul_add(*s, *u);\n            *s *= a;"),
-    ], [KERNELS, FIXTURES]),
+        ("u[j] = fma(splat(k), mul(splat(a), load(&row[j])), u[j]);",
+         "u[j] = { let _ = a; fma(splat(k), load(&row[j]), u[j]) };", STEPS),
+    ], [FIXTURES]),
     ("output_from_the_old_state", "crates/rill-kernels/src/scalar.rs", [
         ("            *s = k.mul_add(*d, *s);\n            *o = q.mul_add(*s, *o);",
          "            *o = q.mul_add(*s, *o);\n            *s = k.mul_add(*d, *s);"),
-    ], [KERNELS, FIXTURES]),
+        ("store(s, &mut row[j]);\n                    o[j] = fma(q, s, o[j]);",
+         "o[j] = fma(q, mul(a, load(&row[j])), o[j]);\n                    store(s, &mut row[j]);",
+         STEPS),
+    ], [FIXTURES]),
     ("rope_slots_dropped", "crates/rill/src/mla.rs", [
         ("shared.copy_from_slice(&q[nope..]);", "shared.fill(0.0);"),
     ], [FIXTURES, TRAPS]),
@@ -114,15 +120,15 @@ FAULTS = [
     ("split_returns_before_its_parts_are_done", "crates/rill-kernels/src/pool/crew.rs", [
         ("if inside(closed) > 0 {", "if inside(closed) > OPEN {"),
     ], [POOL]),
-    ("vectors_take_the_delta_against_the_undecayed_state", "crates/rill-kernels/src/steps.rs", [
+    ("vectors_take_the_delta_against_the_undecayed_state", STEPS, [
         ("u[j] = fma(splat(k), mul(splat(a), load(&row[j])), u[j]);",
          "u[j] = { let _ = a; fma(splat(k), load(&row[j]), u[j]) };"),
     ], [KERNELS]),
-    ("vectors_take_the_output_from_the_old_state", "crates/rill-kernels/src/steps.rs", [
+    ("vectors_take_the_output_from_the_old_state", STEPS, [
         ("store(s, &mut row[j]);\n                    o[j] = fma(q, s, o[j]);",
          "o[j] = fma(q, mul(a, load(&row[j])), o[j]);\n                    store(s, &mut row[j]);"),
     ], [KERNELS]),
-    ("vectors_attend_from_the_end", "crates/rill-kernels/src/steps.rs", [
+    ("vectors_attend_from_the_end", STEPS, [
         ("block.chunks_exact(width).enumerate().take(ATTENTION_BLOCK) {",
          "block.chunks_exact(width).enumerate().take(ATTENTION_BLOCK).rev() {"),
     ], [KERNELS]),
@@ -200,16 +206,18 @@ def head():
     return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
 
 
-def spring(name, file, edits, tests):
+def spring(file, edits, tests):
     """Applies one fault; returns what went wrong, or None when every named test noticed."""
-    path = TREE / file
-    original = path.read_text(encoding="utf-8")
-    text = original
-    for old, new in edits:
+    originals, texts = {}, {}
+    for old, new, *elsewhere in edits:
+        path = TREE / (elsewhere[0] if elsewhere else file)
+        originals.setdefault(path, path.read_text(encoding="utf-8"))
+        text = texts.get(path, originals[path])
         if text.count(old) != 1:
-            return f"{file} holds this text {text.count(old)} times instead of once: {old!r}"
-        text = text.replace(old, new)
-    path.write_text(text, encoding="utf-8")
+            return f"{path.name} holds this text {text.count(old)} times instead of once: {old!r}"
+        texts[path] = text.replace(old, new)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
     try:
         for test in tests:
             code, output = cargo_test(test)
@@ -220,7 +228,8 @@ def spring(name, file, edits, tests):
             if "test result: FAILED" not in output and "signal" not in output:
                 return f"`cargo test {test}` failed without failing a test:\n{output[-2000:]}"
     finally:
-        path.write_text(original, encoding="utf-8")
+        for path, original in originals.items():
+            path.write_text(original, encoding="utf-8")
     return None
 
 
@@ -239,7 +248,7 @@ def main():
             print(f"`cargo test {test}` fails without any fault:\n{output[-3000:]}")
             return 1
     for name, file, edits, tests in chosen:
-        problem = spring(name, file, edits, tests)
+        problem = spring(file, edits, tests)
         print(f"{'ok  ' if problem is None else 'FAIL'} {name}", problem or "", flush=True)
         failed += problem is not None
     print(f"{len(chosen) - failed} of {len(chosen)} faults noticed by every test that should")
