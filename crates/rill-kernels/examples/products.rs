@@ -55,7 +55,7 @@ fn main() {
             {
                 continue;
             }
-            for n in [1, 2, 4, 16, 64] {
+            for n in [1, 2, 4, 7, 16, 64] {
                 let x: Vec<f32> = (0..n * cols).map(|i| (i % 13) as f32 - 6.0).collect();
                 let mut out = vec![0.0; rows * n];
                 let seconds =

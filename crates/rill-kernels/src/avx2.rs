@@ -8,13 +8,17 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use crate::codec::{PARTIALS, Vq, bf16_bytes, f16_at, f16_scales, join, mxfp4, q4, vq};
-use crate::lanes::{MANY, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products};
+use crate::lanes::{
+    BLOCK, FEW, FEW_SCALED, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products,
+};
 use crate::matrix::Matrix;
 use crate::scalar;
 
 type Part = __m256;
 const WIDTH: usize = 8;
 const ROWS: usize = 2;
+const ROWS_2: usize = 1;
+const ROWS_4: usize = 1;
 const VECTORS: usize = 2;
 
 #[target_feature(enable = "avx2,fma")]
@@ -128,8 +132,9 @@ unsafe fn signed(codes: *const u8) -> __m256 {
     _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))
 }
 
-/// Looks up thirty-two nibbles. The values are bf16, in a table of low and one of high bytes. Bytes
-/// are first laid out so that a lane of 32 bits comes to hold the values of inputs j and j + 8.
+/// Looks up thirty-two nibbles. The values are bf16, in a table of low and one of high bytes. Even
+/// inputs are looked up in the lower 128 bits, odd ones, whose nibbles are the high ones, in the upper,
+/// and lanes hold inputs as [`transposed`] puts them.
 ///
 /// # Safety
 /// Sixteen bytes must be readable.
@@ -146,17 +151,24 @@ unsafe fn nibbles(codes: *const u8, [low, high]: &[[u8; 16]; 2]) -> [Lanes; 2] {
     };
     let (codes, low, high) =
         (_mm256_set_m128i(codes, codes), _mm256_set_m128i(low, low), _mm256_set_m128i(high, high));
-    #[rustfmt::skip]
-    let from = _mm256_setr_epi8(
-        0, 4, 0, 4, 1, 5, 1, 5, 8, 12, 8, 12, 9, 13, 9, 13,
-        2, 6, 2, 6, 3, 7, 3, 7, 10, 14, 10, 14, 11, 15, 11, 15,
-    );
-    // Pairs of bytes alternate between even inputs, whose nibble is the low one, and odd ones.
-    let even = _mm256_shuffle_epi8(codes, from);
-    let either = _mm256_blend_epi16::<0xaa>(even, _mm256_srli_epi16::<4>(even));
-    let nibbles = _mm256_and_si256(either, _mm256_set1_epi8(15));
+    let shifted = _mm256_srlv_epi32(codes, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    let nibbles = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
     let (low, high) = (_mm256_shuffle_epi8(low, nibbles), _mm256_shuffle_epi8(high, nibbles));
     [halves(_mm256_unpacklo_epi8(low, high)), halves(_mm256_unpackhi_epi8(low, high))]
+}
+
+/// Inputs 0, 4, 8, 12, 1, 5, 9, 13, then 2, 6, 10, 14, 3, 7, 11, 15: a square of four by four, whose
+/// rows become columns. Done twice it is undone.
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn transposed([a, b]: Lanes) -> Lanes {
+    // 0 1 2 3, 8 9 10 11, then 4 5 6 7, 12 13 14 15.
+    let (even, odd) = (_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
+    // 0 4 1 5, 8 12 9 13, then 2 6 3 7, 10 14 11 15.
+    let (a, b) = (_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
+    let [a, b] = [_mm256_castps_pd(a), _mm256_castps_pd(b)];
+    let [a, b] = [_mm256_permute4x64_pd::<0xd8>(a), _mm256_permute4x64_pd::<0xd8>(b)];
+    [_mm256_castpd_ps(a), _mm256_castpd_ps(b)]
 }
 
 /// The bf16 in the lower halves of lanes, then those in the upper halves.
@@ -173,12 +185,25 @@ impl Format for Q4 {
     const BYTES: usize = 16;
     const PAD: u8 = 0x99;
     const SCALED: bool = true;
+    const ARRANGED: bool = true;
 
     #[target_feature(enable = "avx2,fma")]
     #[inline]
     unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
         // SAFETY: the caller's promise.
         unsafe { nibbles(codes, &const { bf16_bytes(q4::VALUES) }) }
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    #[inline]
+    unsafe fn arranged(x: Lanes) -> Lanes {
+        transposed(x)
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    #[inline]
+    unsafe fn natural(x: Lanes) -> Lanes {
+        transposed(x)
     }
 
     #[inline(always)]
@@ -196,12 +221,25 @@ impl Format for Mxfp4 {
     const SCALED: bool = true;
     const GROUP: Option<usize> = Some(mxfp4::BLOCK);
     const START: f32 = -0.0;
+    const ARRANGED: bool = true;
 
     #[target_feature(enable = "avx2,fma")]
     #[inline]
     unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
         // SAFETY: the caller's promise.
         unsafe { nibbles(codes, &const { bf16_bytes(mxfp4::VALUES) }) }
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    #[inline]
+    unsafe fn arranged(x: Lanes) -> Lanes {
+        transposed(x)
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    #[inline]
+    unsafe fn natural(x: Lanes) -> Lanes {
+        transposed(x)
     }
 
     #[inline(always)]

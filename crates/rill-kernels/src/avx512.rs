@@ -8,13 +8,17 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use crate::codec::{PARTIALS, Vq, f16_at, f16_scales, join, mxfp4, q4, vq};
-use crate::lanes::{MANY, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products};
+use crate::lanes::{
+    BLOCK, FEW, FEW_SCALED, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products,
+};
 use crate::matrix::Matrix;
 use crate::scalar;
 
 type Part = __m512;
 const WIDTH: usize = 16;
 const ROWS: usize = 4;
+const ROWS_2: usize = 4;
+const ROWS_4: usize = 2;
 const VECTORS: usize = 4;
 
 #[target_feature(enable = "avx512f")]
@@ -149,6 +153,7 @@ impl Format for Q4 {
     const BYTES: usize = 16;
     const PAD: u8 = 0x99;
     const SCALED: bool = true;
+    const ARRANGED: bool = true;
 
     #[target_feature(enable = "avx512f")]
     #[inline]
@@ -184,6 +189,7 @@ impl Format for Mxfp4 {
     const SCALED: bool = true;
     const GROUP: Option<usize> = Some(mxfp4::BLOCK);
     const START: f32 = -0.0;
+    const ARRANGED: bool = true;
 
     #[target_feature(enable = "avx512f")]
     #[inline]

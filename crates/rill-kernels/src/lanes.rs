@@ -3,20 +3,21 @@
 //! The plain algorithm is `scalar.rs`: a row has sixteen partial sums, and lane j holds the j-th, so
 //! that the bits are those of the specification. What differs from it:
 //!
-//! - for few vectors (`direct`) weights are decoded in registers, several rows together, because one
-//!   row's sums form a chain that the latency of the addition would hold up;
+//! - for few vectors (`direct`) weights are decoded in registers, for up to four vectors at once and
+//!   for several rows together, because one row's sums form a chain that the latency of the addition
+//!   would hold up;
 //! - for many (`panels`) some rows are decoded into a panel that stays in the nearest cache, and
 //!   every vector is multiplied by it. Only partial sums are put down between panels, as they are;
 //! - lanes may have another order than inputs while a row is computed, where codes can be looked up
-//!   faster that way;
+//!   faster that way. Inputs are put into that order once for a block of rows;
 //! - inputs beyond the last whole thirty-two of a group are computed by the same code, with positive
 //!   weights and inputs of −0 for what is missing: adding −0 changes no sum, not even one of −0;
 //! - a block of MXFP4 begins with −0, because its first term is a product and `fma(v, x, −0)` is that
 //!   product, where it would lose the sign of zero with +0.
 //!
 //! A module that uses [`products`] has in scope: `Part` (a register) with `WIDTH`, `part_splat`,
-//! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; `ROWS` that `direct` takes together,
-//! `VECTORS` that `panels` does; and the formats, types that are `Format`.
+//! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; rows that `direct` takes together for
+//! one (`ROWS`), two (`ROWS_2`), three or four vectors (`ROWS_4`); `VECTORS` that `panels` takes; and the formats, types that are `Format`.
 
 /// Inputs that are decoded together.
 pub(crate) const STEP: usize = 32;
@@ -28,8 +29,12 @@ pub(crate) const PANEL_ROWS: usize = 8;
 pub(crate) const SCALES: usize = 32;
 /// Vectors that share one decoding of a panel; their partial sums take 16 KiB.
 pub(crate) const SHARED: usize = 32;
-/// From this many vectors on panels pay.
-pub(crate) const MANY: usize = 4;
+/// Up to this many vectors panels do not pay, where weights have no scales and where they have: with
+/// scales, panels have two sums for each row and vector, which not all registers hold.
+pub(crate) const FEW: usize = 4;
+pub(crate) const FEW_SCALED: usize = 12;
+/// Rows that few vectors are multiplied by before the next ones.
+pub(crate) const BLOCK: usize = 64;
 
 /// Decoded weights, so aligned that no load crosses a cache line.
 #[repr(align(64))]
@@ -64,6 +69,8 @@ macro_rules! products {
             const GROUP: Option<usize> = None;
             /// What a group's sums begin with.
             const START: f32 = 0.0;
+            /// Whether lanes have another order than inputs.
+            const ARRANGED: bool = false;
 
             /// Thirty-two weights without their scale, in this format's order of lanes.
             ///
@@ -92,6 +99,44 @@ macro_rules! products {
             /// Scales of consecutive groups, the first of them number `first` of a row.
             #[inline(always)]
             fn scales(_row: &[u8], _first: usize, _out: &mut [f32]) {}
+        }
+
+        /// A format in groups of thirty-two, none of them short: a group is one step, as in MXFP4.
+        struct Short<F>(std::marker::PhantomData<F>);
+
+        impl<F: Format> Format for Short<F> {
+            const BYTES: usize = F::BYTES;
+            const PAD: u8 = F::PAD;
+            const SCALED: bool = F::SCALED;
+            const GROUP: Option<usize> = Some(STEP);
+            const START: f32 = F::START;
+            const ARRANGED: bool = F::ARRANGED;
+
+            #[target_feature(enable = $features)]
+            #[inline]
+            unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
+                // SAFETY: the caller's promise.
+                unsafe { F::decode(codes) }
+            }
+
+            #[target_feature(enable = $features)]
+            #[inline]
+            unsafe fn arranged(x: Lanes) -> Lanes {
+                // SAFETY: this function has the module's features.
+                unsafe { F::arranged(x) }
+            }
+
+            #[target_feature(enable = $features)]
+            #[inline]
+            unsafe fn natural(x: Lanes) -> Lanes {
+                // SAFETY: this function has the module's features.
+                unsafe { F::natural(x) }
+            }
+
+            #[inline(always)]
+            fn scales(row: &[u8], first: usize, out: &mut [f32]) {
+                F::scales(row, first, out);
+            }
         }
 
         #[target_feature(enable = $features)]
@@ -123,7 +168,11 @@ macro_rules! products {
             n: usize,
             out: &mut [f32],
         ) {
-            product::<Q4>(m, group, x, n, out);
+            if group == STEP && m.cols.is_multiple_of(STEP) {
+                product::<Short<Q4>>(m, group, x, n, out);
+            } else {
+                product::<Q4>(m, group, x, n, out);
+            }
         }
 
         #[target_feature(enable = $features)]
@@ -134,137 +183,218 @@ macro_rules! products {
         #[target_feature(enable = $features)]
         #[inline]
         fn product<F: Format>(m: &Matrix<'_>, group: usize, x: &[f32], n: usize, out: &mut [f32]) {
-            if n < MANY {
+            if n <= if F::SCALED { FEW_SCALED } else { FEW } {
                 direct::<F>(m, group, x, n, out);
             } else {
                 panels::<F>(m, group, x, n, out, |r, inputs, out| fill::<F>(m, r, inputs, out));
             }
         }
 
-        /// Few vectors, one after another.
+        /// Few vectors: some rows at a time, which stay in a near cache, by all vectors.
         #[target_feature(enable = $features)]
         fn direct<F: Format>(m: &Matrix<'_>, group: usize, x: &[f32], n: usize, out: &mut [f32]) {
-            for (t, x) in x.chunks_exact(m.cols).enumerate() {
-                let mut r = 0;
-                while r + ROWS <= m.rows {
-                    let sums = tile::<F, ROWS>(m, group, r, x);
-                    for i in 0..ROWS {
-                        out[(r + i) * n + t] = sums[i];
-                    }
-                    r += ROWS;
-                }
-                for r in r..m.rows {
-                    [out[r * n + t]] = tile::<F, 1>(m, group, r, x);
+            let mut room = Panel([0.0; PANEL]);
+            for first in (0..m.rows).step_by(BLOCK) {
+                let rows = first..m.rows.min(first + BLOCK);
+                let mut t = 0;
+                while t < n {
+                    t += match n - t {
+                        1 => block::<F, ROWS, 1>(m, group, rows.clone(), x, t, n, &mut room, out),
+                        2 => block::<F, ROWS_2, 2>(m, group, rows.clone(), x, t, n, &mut room, out),
+                        3 => block::<F, ROWS_4, 3>(m, group, rows.clone(), x, t, n, &mut room, out),
+                        _ => block::<F, ROWS_4, 4>(m, group, rows.clone(), x, t, n, &mut room, out),
+                    };
                 }
             }
         }
 
-        /// Rows from `r` on times one vector.
+        /// Some rows times `V` vectors, from number `t` of `n` on. Returns `V`.
         #[target_feature(enable = $features)]
         #[inline]
-        fn tile<F: Format, const R: usize>(
+        #[expect(clippy::too_many_arguments, reason = "a product and a part of it")]
+        fn block<F: Format, const R: usize, const V: usize>(
+            m: &Matrix<'_>,
+            group: usize,
+            rows: Range<usize>,
+            x: &[f32],
+            t: usize,
+            n: usize,
+            room: &mut Panel,
+            out: &mut [f32],
+        ) -> usize {
+            let group = F::GROUP.unwrap_or(group);
+            let cols = m.cols;
+            let width = if F::ARRANGED { PANEL / V / group * group } else { cols };
+            let mut sums = [[splat(0.0); V]; BLOCK];
+            for first in (0..cols).step_by(width) {
+                let end = cols.min(first + width);
+                let inputs: [&[f32]; V] = std::array::from_fn(|v| &x[(t + v) * cols..][first..end]);
+                let mut arranged = inputs;
+                if F::ARRANGED {
+                    let (chunks, _) = room.0.split_at_mut(V * (PANEL / V));
+                    let mut chunks = chunks.chunks_exact_mut(PANEL / V);
+                    for v in 0..V {
+                        let room = chunks.next().expect("as many chunks as vectors");
+                        arrange::<F>(inputs[v], room);
+                        arranged[v] = room;
+                    }
+                }
+                let mut r = rows.start;
+                while r + R <= rows.end {
+                    let sums = &mut sums[r - rows.start..][..R];
+                    tile::<F, R, V>(m, group, r, first, inputs, arranged, sums);
+                    r += R;
+                }
+                for r in r..rows.end {
+                    let sums = &mut sums[r - rows.start..][..1];
+                    tile::<F, 1, V>(m, group, r, first, inputs, arranged, sums);
+                }
+            }
+            for r in rows.clone() {
+                for v in 0..V {
+                    // SAFETY: this function has the module's features.
+                    let sums = unsafe { F::natural(sums[r - rows.start][v]) };
+                    out[r * n + t + v] = join(to_array(sums));
+                }
+            }
+            V
+        }
+
+        /// Puts whole sixteens of inputs into the order of the format's lanes.
+        #[target_feature(enable = $features)]
+        #[inline]
+        fn arrange<F: Format>(x: &[f32], out: &mut [f32]) {
+            let (x, out) = (x.as_chunks::<PARTIALS>().0, out.as_chunks_mut::<PARTIALS>().0);
+            for (x, out) in x.iter().zip(out) {
+                // SAFETY: both have sixteen values.
+                unsafe { store(F::arranged(load(x.as_ptr())), out.as_mut_ptr()) };
+            }
+        }
+
+        /// `R` rows from `r` on times as many inputs of `V` vectors, the first of them number `first`,
+        /// added to their partial sums. `arranged` has whole sixteens in the order of lanes.
+        #[target_feature(enable = $features)]
+        #[inline]
+        fn tile<F: Format, const R: usize, const V: usize>(
             m: &Matrix<'_>,
             group: usize,
             r: usize,
-            x: &[f32],
-        ) -> [f32; R] {
-            let cols = x.len();
+            first: usize,
+            x: [&[f32]; V],
+            arranged: [&[f32]; V],
+            sums: &mut [[Lanes; V]],
+        ) {
+            let len = x[0].len();
             let group = F::GROUP.unwrap_or(group);
             let (code_bytes, scale_bytes) = (m.codes.len() / m.rows, m.scales.len() / m.rows);
             // A group is whole sixteens, except where it is the row, so that every one begins with
             // a whole byte.
-            assert!(code_bytes >= cols / 16 * (F::BYTES / 2));
-            assert!(F::GROUP.is_none_or(|group| cols.is_multiple_of(group)));
-            let rows: [&[u8]; R] =
-                std::array::from_fn(|i| &m.codes[(r + i) * code_bytes..][..code_bytes]);
-            let mut p = [splat(0.0); R];
-            let groups = cols.div_ceil(group);
+            assert!(code_bytes >= (first + len) / 16 * (F::BYTES / 2));
+            assert!(F::GROUP.is_none_or(|group| len.is_multiple_of(group)));
+            for v in 0..V {
+                assert!(x[v].len() == len && arranged[v].len() >= len / 16 * 16);
+            }
+            let rows: [&[u8]; R] = std::array::from_fn(|i| {
+                &m.codes[(r + i) * code_bytes..][..code_bytes][first / 16 * (F::BYTES / 2)..]
+            });
+            let mut p = [[splat(0.0); V]; R];
+            for i in 0..R {
+                p[i] = sums[i];
+            }
+            let groups = len.div_ceil(group);
             for first_group in (0..groups).step_by(SCALES) {
                 let mut scales = [[0.0; SCALES]; R];
                 let some = SCALES.min(groups - first_group);
                 for i in 0..R {
                     let row = &m.scales[(r + i) * scale_bytes..][..scale_bytes];
-                    F::scales(row, first_group, &mut scales[i][..some]);
+                    F::scales(row, first / group + first_group, &mut scales[i][..some]);
                 }
                 for g in 0..some {
                     let first = (first_group + g) * group;
                     // Where groups have one size, no row ends within one.
                     let end =
-                        if F::GROUP.is_some() { first + group } else { cols.min(first + group) };
+                        if F::GROUP.is_some() { first + group } else { len.min(first + group) };
                     let whole = (end - first) / STEP;
-                    let mut sums = [splat(F::START); R];
+                    let mut t = [[splat(F::START); V]; R];
                     for step in 0..whole {
                         let at = first + step * STEP;
-                        // SAFETY: thirty-two values from `at` on lie in the vector, at + 32 <= cols,
+                        let code = at / 16 * (F::BYTES / 2);
+                        // SAFETY: thirty-two values from `at` on lie in the vectors, at + 32 <= len,
                         // and their codes in each row, as asserted above.
-                        unsafe {
-                            let x = step_of::<F>(x.as_ptr().add(at));
-                            for i in 0..R {
-                                let codes = rows[i].as_ptr().add(at / 16 * (F::BYTES / 2));
-                                sums[i] = added::<F>(codes, x, sums[i]);
-                            }
-                        }
+                        unsafe { stepped::<F, R, V>(rows, code, arranged, at, &mut t) };
                     }
                     let at = first + whole * STEP;
                     if F::GROUP.is_none() && at < end {
-                        let (codes, x) = ragged::<F, R>(rows, x, at, end);
-                        for i in 0..R {
-                            // SAFETY: both arrays are as long as a step.
-                            unsafe {
-                                let x = step_of::<F>(x.as_ptr());
-                                sums[i] = added::<F>(codes[i].as_ptr(), x, sums[i]);
+                        let (codes, x) = ragged::<F, R, V>(rows, x, at, end);
+                        // SAFETY: all arrays are as long as a step.
+                        unsafe {
+                            let mut ordered = [[0.0; STEP]; V];
+                            for v in 0..V {
+                                arrange::<F>(&x[v], &mut ordered[v]);
                             }
+                            let x = std::array::from_fn(|v| &ordered[v][..]);
+                            let codes = std::array::from_fn(|i| &codes[i][..]);
+                            stepped::<F, R, V>(codes, 0, x, 0, &mut t);
                         }
                     }
                     for i in 0..R {
-                        p[i] = match F::SCALED {
-                            true => fma(sums[i], splat(scales[i][g]), p[i]),
-                            false => sums[i],
-                        };
+                        for v in 0..V {
+                            p[i][v] = match F::SCALED {
+                                true => fma(t[i][v], splat(scales[i][g]), p[i][v]),
+                                false => t[i][v],
+                            };
+                        }
                     }
                 }
             }
-            let mut out = [0.0; R];
             for i in 0..R {
-                // SAFETY: this function has the module's features.
-                out[i] = join(to_array(unsafe { F::natural(p[i]) }));
+                sums[i] = p[i];
             }
-            out
         }
 
-        /// Thirty-two inputs in the order of the format's lanes.
+        /// Adds the products of thirty-two weights of each row, whose codes begin at byte `code`, and
+        /// inputs of each vector, from `at` on.
         ///
         /// # Safety
         /// So many must be readable.
         #[target_feature(enable = $features)]
         #[inline]
-        unsafe fn step_of<F: Format>(x: *const f32) -> [Lanes; 2] {
+        unsafe fn stepped<F: Format, const R: usize, const V: usize>(
+            rows: [&[u8]; R],
+            code: usize,
+            x: [&[f32]; V],
+            at: usize,
+            sums: &mut [[Lanes; V]; R],
+        ) {
             // SAFETY: the caller's promise.
-            unsafe { [F::arranged(load(x)), F::arranged(load(x.add(16)))] }
-        }
-
-        /// Sums with the products of thirty-two weights added.
-        ///
-        /// # Safety
-        /// Their codes must be readable.
-        #[target_feature(enable = $features)]
-        #[inline]
-        unsafe fn added<F: Format>(codes: *const u8, x: [Lanes; 2], sums: Lanes) -> Lanes {
-            // SAFETY: the caller's promise.
-            let w = unsafe { F::decode(codes) };
-            fma(w[1], x[1], fma(w[0], x[0], sums))
+            unsafe {
+                let mut xs = [[splat(0.0); 2]; V];
+                for v in 0..V {
+                    let x = x[v].as_ptr().add(at);
+                    xs[v] = [load(x), load(x.add(16))];
+                }
+                for i in 0..R {
+                    let w = F::decode(rows[i].as_ptr().add(code));
+                    for v in 0..V {
+                        sums[i][v] = fma(w[1], xs[v][1], fma(w[0], xs[v][0], sums[i][v]));
+                    }
+                }
+            }
         }
 
         /// What is left of a group, made a step. Apart, so that whole steps keep their registers.
         #[cold]
         #[inline(never)]
-        fn ragged<F: Format, const R: usize>(
+        fn ragged<F: Format, const R: usize, const V: usize>(
             rows: [&[u8]; R],
-            x: &[f32],
+            x: [&[f32]; V],
             at: usize,
             end: usize,
-        ) -> ([[u8; 4 * STEP]; R], [f32; STEP]) {
-            (std::array::from_fn(|i| padded_codes::<F>(rows[i], at, end)), padded(&x[at..end]))
+        ) -> ([[u8; 4 * STEP]; R], [[f32; STEP]; V]) {
+            (
+                std::array::from_fn(|i| padded_codes::<F>(rows[i], at, end)),
+                std::array::from_fn(|v| padded(&x[v][at..end])),
+            )
         }
 
         /// The codes of inputs `at` to `end`, fewer than thirty-two, and positive weights after them.
@@ -298,7 +428,7 @@ macro_rules! products {
             out: &mut [f32],
         ) {
             let entries = vq::Entries::<S, E>::new(vq, m.codes, m.tables, m.cols);
-            if n < MANY {
+            if n < FEW {
                 for (t, x) in x.chunks_exact(m.cols).enumerate() {
                     let mut r = 0;
                     while r + ROWS <= m.rows {
@@ -369,14 +499,25 @@ macro_rules! products {
                             let mut v = 0;
                             while v < vectors {
                                 let x = |k: usize| &x[(t + v + k) * cols..][first..end];
-                                if VECTORS <= vectors - v {
-                                    let x: [&[f32]; VECTORS] = std::array::from_fn(x);
-                                    micro::<F, VECTORS>(panel, stride, scales, group, x, sums, v);
-                                    v += VECTORS;
-                                } else {
-                                    micro::<F, 1>(panel, stride, scales, group, [x(0)], sums, v);
-                                    v += 1;
-                                }
+                                v += match VECTORS.min(vectors - v) {
+                                    1 => {
+                                        micro::<F, 1>(panel, stride, scales, group, [x(0)], sums, v)
+                                    }
+                                    2 => {
+                                        let x = [x(0), x(1)];
+                                        micro::<F, 2>(panel, stride, scales, group, x, sums, v)
+                                    }
+                                    3 => {
+                                        let x = [x(0), x(1), x(2)];
+                                        micro::<F, 3>(panel, stride, scales, group, x, sums, v)
+                                    }
+                                    _ => {
+                                        let x: [&[f32]; VECTORS] = std::array::from_fn(x);
+                                        micro::<F, VECTORS>(
+                                            panel, stride, scales, group, x, sums, v,
+                                        )
+                                    }
+                                };
                             }
                         }
                     }
@@ -427,7 +568,7 @@ macro_rules! products {
             }
         }
 
-        /// Four rows of a panel times `V` vectors, added to their partial sums.
+        /// Four rows of a panel times `V` vectors, added to their partial sums. Returns `V`.
         #[target_feature(enable = $features)]
         fn micro<F: Format, const V: usize>(
             panel: &[f32],
@@ -437,7 +578,7 @@ macro_rules! products {
             x: [&[f32]; V],
             sums: &mut [[[f32; PARTIALS]; SHARED]],
             v0: usize,
-        ) {
+        ) -> usize {
             let len = x[0].len();
             let group = F::GROUP.unwrap_or(if F::SCALED { group } else { len });
             let whole = len / 16 * 16;
@@ -503,6 +644,7 @@ macro_rules! products {
                     }
                 }
             }
+            V
         }
 
         /// Four rows of a panel, `stride` apart, times `V` vectors, added to sums.

@@ -8,13 +8,17 @@ use std::arch::aarch64::*;
 use std::ops::Range;
 
 use crate::codec::{PARTIALS, Vq, bf16_bytes, f16_at, f16_scales, join, mxfp4, q4, vq};
-use crate::lanes::{MANY, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products};
+use crate::lanes::{
+    BLOCK, FEW, FEW_SCALED, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products,
+};
 use crate::matrix::Matrix;
 use crate::scalar;
 
 type Part = float32x4_t;
 const WIDTH: usize = 4;
 const ROWS: usize = 2;
+const ROWS_2: usize = 2;
+const ROWS_4: usize = 1;
 const VECTORS: usize = 4;
 
 #[target_feature(enable = "neon")]

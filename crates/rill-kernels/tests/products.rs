@@ -276,7 +276,7 @@ fn every_shape_of_tiles_gives_the_specifications_bits() {
 }
 
 #[test]
-fn rows_longer_than_a_panel_give_the_specifications_bits() {
+fn rows_and_columns_beyond_one_panel_give_the_specifications_bits() {
     let mut rng = Rng(52);
     let long = [
         Codec::Q8 { group: 1024 },
@@ -288,9 +288,9 @@ fn rows_longer_than_a_panel_give_the_specifications_bits() {
         Codec::Vq(VQ3R),
     ];
     for codec in long {
-        for cols in [1024usize, 1504, 2336, 2336 + 37] {
+        for cols in [1024usize, 1504, 2336 + 37, 4500] {
             let cols = cols.next_multiple_of(step(codec));
-            for (rows, n) in [(5, 1), (13, 6), (3, 35)] {
+            for (rows, n) in [(5, 1), (67, 2), (13, 7), (3, 35)] {
                 let packed = Packed::random(&mut rng, codec, rows, cols, 0);
                 // Nothing that overwhelms a sum: a long one should show every difference.
                 let x: Vec<f32> = rng.floats(n * cols, 1 << 40);
