@@ -139,7 +139,7 @@ FAULTS = [
         ("step.inspect_err(|_| session.roll_back())?;", "step?;"),
     ], [HOSTILE]),
     ("inputs_beyond_the_last_sixteen_forgotten", "crates/rill-kernels/src/lanes.rs", [
-        ("ragged::<F, R>(rows, x, at, end);", "ragged::<F, R>(rows, x, at, at);"),
+        ("ragged::<F, R, V>(rows, x, at, end);", "ragged::<F, R, V>(rows, x, at, at);"),
     ], [KERNELS, PRODUCTS]),
     ("short_read_accepted", "crates/rill-stream/src/storage/mod.rs", [
         ("Ok(0) => return Err(short()),", "Ok(0) => return Ok(()),"),
