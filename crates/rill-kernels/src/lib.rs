@@ -22,8 +22,8 @@ mod steps;
 mod table;
 
 pub use codec::{
-    Activations, Codec, EncodeError, GROUP_RANGE, Layout, LayoutError, Trellis, TrellisEncoder,
-    TrellisKernels, TrellisMatrix, TrellisTables, Vq,
+    Activations, Codec, EncodeError, GROUP_RANGE, Layout, LayoutError, Mxfp4zKernels, Mxfp4zMatrix,
+    Trellis, TrellisEncoder, TrellisKernels, TrellisMatrix, TrellisTables, Vq,
 };
 pub use matrix::Matrix;
 pub use pool::{Pool, PoolError};

@@ -7,12 +7,14 @@
 use half::f16;
 
 pub(crate) mod mxfp4;
+mod mxfp4z;
 pub(crate) mod plain;
 pub(crate) mod q4;
 pub(crate) mod q8;
 mod trellis;
 pub(crate) mod vq;
 
+pub use mxfp4z::{Mxfp4zKernels, Mxfp4zMatrix};
 pub use trellis::{
     Activations, Trellis, TrellisEncoder, TrellisKernels, TrellisMatrix, TrellisTables,
 };
@@ -205,6 +207,9 @@ pub enum LayoutError {
     /// Parameters or tables of the trellis format that it does not have.
     #[error("{0}")]
     Trellis(&'static str),
+    /// A matrix that mxfp4z does not have, or bytes that are none.
+    #[error("{0}")]
+    Mxfp4z(&'static str),
     /// A table byte that products cannot take.
     #[error("byte {byte} of the trellis tables is {found}, at most 127 is possible")]
     TableByte {

@@ -1,0 +1,73 @@
+//! MXFP4 without loss at about 3.6 bits a weight: nibbles and exponents are entropy-coded (rANS).
+//!
+//! **Lanes.** Sixteen rows are a tile, each row a lane with a coder of its own: a state of 32 bits, from 2^16
+//! on. A tile's symbols stand one after another as a vector of lanes, so that one position of a single
+//! stream of 16-bit words serves all rows and a tile is one sequential read.
+//!
+//! **Symbols.** All are below 16 and have frequencies that add up to 128. To read one, `slot = state mod 128`
+//! is looked up: the symbol is the one whose range of slots, `first` to `first + frequency`, has it. Then
+//! `state = frequency · ⌊state/128⌋ + slot − first`, and if that is below 2^16 the next word comes in from below:
+//! `state = 2^16 · state + word`. Lanes take their words in ascending order.
+//!
+//! **Blocks.** For every 32 inputs a lane has one symbol i for the exponent, then 32 nibbles, inputs in the order
+//! 0, 16, 1, 17, … 15, 31: the two that MXFP4's arithmetic adds first are neighbours. The exponent is `palette[i]`; where a
+//! matrix has more than sixteen different ones, another symbol k follows and it is `16·i + k`, 255 being read as 254.
+//! Nibbles have the frequencies of table 0 if `i < split` and of table 1 otherwise, because those of a block depend
+//! on its exponent.
+//!
+//! **Bytes.** A header of 96: palette (16 bytes, ascending, 254 at most), frequencies of i, of k (all 0 if there is a
+//! palette), of nibbles by table 0 and by table 1 (16 each), the split, and 15 zeros. Then for every tile, where it ends, in
+//! words after this directory, as a little-endian u32. Then the tiles: sixteen states and the words, little-endian. Then
+//! 1,088 zeros: as much as a block can take, so that kernels ask once per block whether they are at the end. A block
+//! begins at the end of the last tile at the latest, so any words can be read; damaged ones give other weights.
+//! When a whole tile has been read, all states are 2^16 again, where the encoder began, and the position is the tile's end.
+//!
+//! **Padding.** Rows need not be a multiple of 16. Lanes of missing ones take no words, and their states are 0.
+//!
+//! **Zeros.** The encoder writes −0 as +0, which saves 0.116 bits (a ninth of K3's weights are zeros, half of them
+//! negative). Products are still those of the published nibbles, to the last bit, except that a row's result of −0 may
+//! become +0. Proof: the nibble's sign decides the sign of a product that is zero, and no more, so the sums `t` and
+//! `p[j]` of `docs/arithmetic.md` are the same numbers, by induction, differing at most in the sign of a zero; so does what the tree
+//! makes of them. And a result is −0 only if all p[j] are. They begin as +0, from which a sum gets to −0 only by
+//! rounding a negative number to zero: one below 2^−149 in magnitude. Inputs that are 0 or at least 2^(2 − e), e being the
+//! smallest exponent byte, exclude even that. Where e is below 127, such inputs are multiples of 2^(−21 − e), `t` one of 2^(−22 − e),
+//! and times a scale, 2^(e − 127) at least, one of 2^−149, as are then all p[j]; otherwise `t`, like every f32, is a multiple of 2^−149,
+//! and scales are 1 at least. With K3's e of 120 the bound is 2^−118.
+
+use super::LayoutError;
+
+mod encode;
+mod format;
+mod product;
+
+pub use format::Mxfp4zMatrix;
+pub use product::Mxfp4zKernels;
+
+/// Inputs that share an exponent.
+const BLOCK: usize = super::mxfp4::BLOCK;
+/// Rows of a tile.
+const TILE: usize = 16;
+/// Symbols of every alphabet.
+const SYMBOLS: usize = 16;
+/// Bits of a slot: frequencies add up to 2^7.
+const SLOT_BITS: u32 = 7;
+/// Sum of the frequencies of an alphabet.
+const SLOTS: usize = 1 << SLOT_BITS;
+/// Where states begin, and what they are not below when a symbol has been read.
+const LOWEST: u32 = 1 << 16;
+/// Bytes of palette, frequencies and split.
+const HEADER: usize = 96;
+/// Bytes of a tile's states.
+const STATES: usize = 4 * TILE;
+/// Bytes after the last tile: those of a block of which every symbol takes a word in every lane.
+const SLACK: usize = (2 + BLOCK) * 2 * TILE;
+
+/// Input of a block that stands at place `at` of its 32.
+fn input(at: usize) -> usize {
+    at / 2 + at % 2 * (BLOCK / 2)
+}
+
+/// What refused bytes are told.
+fn refused(why: &'static str) -> LayoutError {
+    LayoutError::Mxfp4z(why)
+}

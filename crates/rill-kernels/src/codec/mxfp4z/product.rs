@@ -1,0 +1,52 @@
+//! Which code multiplies mxfp4z matrices, and the checks in front of it.
+
+use super::Mxfp4zMatrix;
+
+/// A way of multiplying mxfp4z matrices, chosen once. Every one gives the same bits, even for damaged streams.
+#[derive(Clone, Copy)]
+pub struct Mxfp4zKernels {
+    name: &'static str,
+    /// May need CPU features, which [`all`](Self::all) has checked.
+    multiply: unsafe fn(&Mxfp4zMatrix<'_>, &[f32], usize, &mut [f32]),
+}
+
+impl Mxfp4zKernels {
+    /// The specification, [`Mxfp4zMatrix::multiply`], compiled for any CPU.
+    pub const SCALAR: Self =
+        Self { name: "scalar", multiply: |matrix, x, n, out| matrix.multiply(x, n, out) };
+
+    /// Everything this CPU can run, the specification first and the fastest last.
+    pub fn all() -> Vec<Self> {
+        vec![Self::SCALAR]
+    }
+
+    /// The fastest this CPU can run.
+    pub fn detect() -> Self {
+        Self::all().pop().unwrap_or(Self::SCALAR)
+    }
+
+    /// Short name for reports.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// As [`Mxfp4zMatrix::multiply`], to the last bit (for NaN: NaN where that has NaN).
+    ///
+    /// # Panics
+    /// When the lengths disagree.
+    pub fn multiply(&self, matrix: &Mxfp4zMatrix<'_>, x: &[f32], n: usize, out: &mut [f32]) {
+        matrix.check(x, n, out);
+        #[expect(unsafe_code, reason = "kernels may need CPU features")]
+        // SAFETY: kernels are safe functions that need CPU features at most; a set that does is made
+        // by `all` alone, which has checked that this CPU has them.
+        unsafe {
+            (self.multiply)(matrix, x, n, out);
+        }
+    }
+}
+
+impl std::fmt::Debug for Mxfp4zKernels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Mxfp4zKernels({})", self.name)
+    }
+}
