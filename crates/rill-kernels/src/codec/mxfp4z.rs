@@ -39,6 +39,8 @@ use super::LayoutError;
 mod encode;
 mod format;
 mod product;
+#[cfg(target_arch = "x86_64")]
+mod product_avx512;
 
 pub use format::Mxfp4zMatrix;
 pub use product::Mxfp4zKernels;

@@ -17,7 +17,18 @@ impl Mxfp4zKernels {
 
     /// Everything this CPU can run, the specification first and the fastest last.
     pub fn all() -> Vec<Self> {
-        vec![Self::SCALAR]
+        #[allow(unused_mut, reason = "only some machines have more")]
+        let mut all = vec![Self::SCALAR];
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vbmi")
+            && is_x86_feature_detected!("avx512vbmi2")
+            && is_x86_feature_detected!("popcnt")
+        {
+            all.push(Self { name: "avx512", multiply: super::product_avx512::multiply });
+        }
+        all
     }
 
     /// The fastest this CPU can run.
