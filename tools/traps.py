@@ -117,9 +117,6 @@ FAULTS = [
         ("f(first..first + part.len() / per_row, part);",
          "f(0..part.len() / per_row, { let _ = first; part });"),
     ], [POOL, KERNELS, BITS]),
-    ("split_returns_before_its_parts_are_done", "crates/rill-kernels/src/pool/crew.rs", [
-        ("if inside(closed) > 0 {", "if inside(closed) > OPEN {"),
-    ], [POOL]),
     ("vectors_take_the_delta_against_the_undecayed_state", STEPS, [
         ("u[j] = fma(splat(k), mul(splat(a), load(&row[j])), u[j]);",
          "u[j] = { let _ = a; fma(splat(k), load(&row[j]), u[j]) };"),

@@ -348,6 +348,24 @@ mod tests {
     }
 
     #[test]
+    fn a_split_ends_when_its_last_part_is_done() {
+        let pool = Pool::new(2, &[]).unwrap();
+        let together = std::sync::Barrier::new(2);
+        let mut items = [0; 2];
+        pool.install(|| {
+            let leader = std::thread::current().id();
+            pool.each(&mut items, LARGE, |item| {
+                together.wait();
+                if std::thread::current().id() != leader {
+                    std::thread::sleep(Duration::from_millis(30));
+                }
+                *item = 1;
+            });
+            assert_eq!(items, [1; 2], "the helper is still at it");
+        });
+    }
+
+    #[test]
     fn helpers_that_sleep_are_woken() {
         let pool = Pool::new(2, &[]).unwrap();
         for _ in 0..3 {
