@@ -33,6 +33,13 @@ fn part_fma(a: Part, b: Part, c: Part) -> Part {
     _mm512_fmadd_ps(a, b, c)
 }
 
+/// Asks for a cache line that will be read soon; any address will do.
+#[inline]
+fn prefetch(line: *const u8) {
+    // SAFETY: a prefetch of an address that cannot be read does nothing.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+}
+
 /// # Safety
 /// Sixteen values must be readable.
 #[target_feature(enable = "avx512f")]

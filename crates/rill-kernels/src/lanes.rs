@@ -16,7 +16,7 @@
 //!   product, where it would lose the sign of zero with +0.
 //!
 //! A module that uses [`products`] has in scope: `Part` (a register) with `WIDTH`, `part_splat`,
-//! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; rows that `direct` takes together for
+//! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; `prefetch`; rows that `direct` takes together for
 //! one (`ROWS`), two (`ROWS_2`), three or four vectors (`ROWS_4`); `VECTORS` that `panels` takes; and the formats, types that are `Format`.
 
 /// Inputs that are decoded together.
@@ -315,6 +315,14 @@ macro_rules! products {
                     let end =
                         if F::GROUP.is_some() { first + group } else { len.min(first + group) };
                     let whole = (end - first) / STEP;
+                    // The same place in the rows that come next: the hardware does not see that short
+                    // rows follow one another, so that weights from memory would come at half the rate.
+                    let code = first / 16 * (F::BYTES / 2);
+                    for line in (code..end / 16 * (F::BYTES / 2)).step_by(64) {
+                        for i in 0..R {
+                            prefetch(rows[i].as_ptr().wrapping_add(line + R * code_bytes));
+                        }
+                    }
                     let mut t = [[splat(F::START); V]; R];
                     for step in 0..whole {
                         let at = first + step * STEP;

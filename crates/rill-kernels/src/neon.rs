@@ -33,6 +33,10 @@ fn part_fma(a: Part, b: Part, c: Part) -> Part {
     vfmaq_f32(c, a, b)
 }
 
+/// Nothing: there is no stable way to ask for a cache line here.
+#[inline]
+fn prefetch(_line: *const u8) {}
+
 /// # Safety
 /// Four values must be readable.
 #[target_feature(enable = "neon")]
