@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use super::{HEADS, SCORED, steps};
 use crate::ATTENTION_BLOCK;
-use crate::codec::{Codec, f16_at, join};
+use crate::codec::{Codec, f16_at, join, q4};
 use crate::matrix::Matrix;
 use crate::scalar;
 
@@ -126,9 +126,7 @@ fn q8s(codes: &[u8; 16]) -> Lanes {
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn q4s(codes: &[u8; 8]) -> Lanes {
-    let values = _mm512_setr_ps(
-        -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0,
-    );
+    let values = load(&q4::VALUES);
     // SAFETY: 8 bytes are readable; any alignment will do.
     let low = unsafe { _mm_loadl_epi64(codes.as_ptr().cast()) };
     // Nibbles in the order of their inputs; the permutation looks at four bits of each index.
