@@ -16,15 +16,15 @@ pub(crate) const VALUES: [f32; 16] =
 #[inline(always)]
 pub(crate) fn scale(e: u8) -> f32 {
     // 2^-127 is subnormal: its only set bit is the highest of the fraction.
-    f32::from_bits(if e == 0 { 1 << 22 } else { u32::from(e) << 23 })
+    f32::from_bits((u32::from(e) << 23).max(1 << 22))
 }
 
-/// Consecutive scales, the first of them number `first`, without branches.
+/// Consecutive scales, the first of them number `first`.
 #[inline(always)]
 pub(crate) fn scales(bytes: &[u8], first: usize, out: &mut [f32]) {
     let bytes = &bytes[first..][..out.len()];
     for (out, &e) in out.iter_mut().zip(bytes) {
-        *out = f32::from_bits((u32::from(e) << 23).max(1 << 22));
+        *out = scale(e);
     }
 }
 
