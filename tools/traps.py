@@ -73,7 +73,7 @@ FAULTS = [
          "let v = |i: usize| VALUES[usize::from(codes[i / 2] >> (4 * (1 - i % 2)) & 15)];"),
     ], [KERNELS]),
     ("subnormal_scale_flushed", "crates/rill-kernels/src/codec/mxfp4.rs", [
-        ("if e == 0 { 1 << 22 }", "if e == 0 { 0 }"),
+        (".max(1 << 22))", ".max(0))"),
     ], [KERNELS]),
     ("short_conv_state_forgotten", "crates/rill/src/kda.rs", [
         ("let mut stream = linear(&weights.qkv_proj[i], x);",
@@ -146,7 +146,7 @@ FAULTS = [
          "entry.keep == Keep::Loose && !entry.is_reading()"),
     ], [CACHE]),
     ("overlap_where_there_should_be_none", "crates/rill-stream/src/cache.rs", [
-        ("if !self.options.overlap\n", "if false\n"),
+        ("let wait = !self.options.overlap && ", "let wait = false && "),
     ], [CACHE]),
     ("record_not_checked", "crates/rill/src/streamed.rs", [
         ("self.records.check(layer, expert, self.verify, record).map_err(ExpertError::Read)?;",

@@ -296,12 +296,9 @@ impl ExpertCache {
             if claims.keys.is_empty() && missing.is_empty() {
                 return Ok(());
             }
-            let mut come = claims.keys.iter().position(|key| !state.entries[key].is_reading());
-            if !self.options.overlap
-                && claims.keys.iter().any(|key| state.entries[key].is_reading())
-            {
-                come = None;
-            }
+            let reading = |key: &ExpertKey| state.entries[key].is_reading();
+            let wait = !self.options.overlap && claims.keys.iter().any(reading);
+            let come = claims.keys.iter().position(|key| !wait && !reading(key));
             let Some(index) = come else {
                 let since = Instant::now();
                 state = self.inner.wait(state);
