@@ -16,8 +16,9 @@
 //!   product, where it would lose the sign of zero with +0.
 //!
 //! A module that uses [`products`] has in scope: `Part` (a register) with `WIDTH`, `part_splat`,
-//! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; `prefetch`; rows that `direct` takes together for
-//! one (`ROWS`), two (`ROWS_2`), three or four vectors (`ROWS_4`); `VECTORS` that `panels` takes; and the formats, types that are `Format`.
+//! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; `prefetch`; rows that `direct` takes
+//! together for one (`ROWS`), two (`ROWS_2`), three or four vectors (`ROWS_4`); `VECTORS` that `panels`
+//! takes; and the formats, types that are `Format`.
 
 /// Inputs that are decoded together.
 pub(crate) const STEP: usize = 32;

@@ -33,7 +33,7 @@ fn part_fma(a: Part, b: Part, c: Part) -> Part {
     vfmaq_f32(c, a, b)
 }
 
-/// Nothing: there is no stable way to ask for a cache line here.
+/// Nothing yet: it has not been measured what asking for a cache line brings on such a machine.
 #[inline]
 fn prefetch(_line: *const u8) {}
 
