@@ -47,17 +47,29 @@ pub fn multiply_add(rounds: usize) -> u64 {
 /// Independent sums: more than the latency of an addition times the units that add.
 const CHAINS: usize = 12;
 
+/// Places that are read in turns: a core has more reads of memory under way for several than for one,
+/// and products read several rows at once.
+const STREAMS: usize = 8;
+
 /// In chains enough for several of the widest registers.
 #[inline(always)]
 fn sum_lanes(bytes: &[u8]) -> u64 {
     let (words, _) = bytes.as_chunks::<8>();
-    let (lines, rest) = words.as_chunks::<64>();
-    let mut sums = [0u64; 64];
-    for words in lines {
+    let (lines, rest) = words.as_chunks::<32>();
+    let (streams, over) = lines.split_at(lines.len() / STREAMS * STREAMS);
+    let mut sums = [0u64; 32];
+    let mut add = |words: &[[u8; 8]; 32]| {
         for (sum, word) in sums.iter_mut().zip(words) {
             *sum = sum.wrapping_add(u64::from_le_bytes(*word));
         }
+    };
+    let each = streams.len() / STREAMS;
+    for i in 0..each {
+        for stream in 0..STREAMS {
+            add(&streams[stream * each + i]);
+        }
     }
+    over.iter().for_each(add);
     let rest = rest.iter().map(|word| u64::from_le_bytes(*word));
     sums.into_iter().chain(rest).fold(0, u64::wrapping_add)
 }
