@@ -494,6 +494,22 @@ pub enum FormatError {
         found: u64,
     },
 
+    /// A tensor of a `.waste` container that its trunk is too short for.
+    #[error(
+        "{manifest}: tensor {tensor:?} ends at byte {expected} of trunk.bin, which has {found} bytes; \
+         copy trunk.bin again"
+    )]
+    WasteTrunkCutOff {
+        /// The manifest.
+        manifest: String,
+        /// The tensor.
+        tensor: String,
+        /// Where it ends.
+        expected: u64,
+        /// Bytes of the file.
+        found: u64,
+    },
+
     /// A codebook that cannot be used.
     #[error("{file}: {field} at byte {byte} is {found}, expected {expected}; copy the file again")]
     BadCodebook {

@@ -418,8 +418,8 @@ impl Check<'_> {
             return Err(field("shape", "countable in 64 bits".to_owned(), found));
         };
         if end > trunk_bytes {
-            return Err(FormatError::PayloadCutOff {
-                shard: self.manifest.to_owned(),
+            return Err(FormatError::WasteTrunkCutOff {
+                manifest: self.manifest.to_owned(),
                 tensor: tensor.name,
                 expected: end,
                 found: trunk_bytes,
