@@ -651,8 +651,8 @@ fn percent(text: &str) -> Result<f64, String> {
 
 fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
-        Ok(s) if (0.0..=86_400.0).contains(&s) => Ok(s),
-        _ => Err("expected seconds, at most a day, such as 2.5".to_owned()),
+        Ok(s) if s > 0.0 && s <= 86_400.0 => Ok(s),
+        _ => Err("expected seconds, above 0 and at most a day, such as 2.5".to_owned()),
     }
 }
 

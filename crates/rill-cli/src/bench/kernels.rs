@@ -442,8 +442,8 @@ fn text(
     for m in machine {
         writeln!(
             out,
-            "{} threads read {:.1} GB/s and do {:.1} G multiply-adds/s at most",
-            m.threads,
+            "{} read {:.1} GB/s and did {:.1} G multiply-adds/s at most",
+            threads(m.threads),
             m.read_bytes_per_s / 1e9,
             m.multiply_adds_per_s / 1e9,
         )?;
@@ -479,8 +479,8 @@ fn text(
     for step in steps {
         writeln!(
             out,
-            "{} threads: {:.2} s (experts {:.2}, trunk {:.2}, head {:.2})",
-            step.threads,
+            "{}: {:.2} s (experts {:.2}, trunk {:.2}, head {:.2})",
+            threads(step.threads),
             step.products(),
             step.experts,
             step.trunk,
@@ -488,6 +488,10 @@ fn text(
         )?;
     }
     Ok(out)
+}
+
+fn threads(n: usize) -> String {
+    if n == 1 { "1 thread".to_owned() } else { format!("{n} threads") }
 }
 
 #[cfg(test)]

@@ -87,9 +87,21 @@ fn products_are_checked_and_measured_beside_what_the_machine_can_do() {
         assert!((seconds("products_seconds") - sum).abs() < 1e-9 * sum, "{step}");
     }
     let text = rill(quick).done();
-    for part in ["GB/s", "mxfp4", "vq4p", "expert down", "48.6 G weights of experts"] {
+    for part in [
+        "1 thread read",
+        "2 threads read",
+        "GB/s",
+        "mxfp4",
+        "vq4p",
+        "expert down",
+        "48.6 G weights of experts",
+    ] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
     let error = rill(["bench", "kernels", "--kernels", "abacus"]).misused();
     assert!(error.contains("\"abacus\"") && error.contains("scalar"), "{error}");
+    for seconds in ["0", "-1", "nan", "86401", "long"] {
+        let error = rill(["bench", "kernels", &format!("--seconds={seconds}")]).misused();
+        assert!(error.contains("'--seconds <S>'"), "{error}");
+    }
 }
