@@ -44,7 +44,7 @@ ids = b"".join(i.to_bytes(2, "little") for n in range(15) for i in (n % 4, 4 + n
 seed("trace", "small", len(text).to_bytes(8, "little") + text + ids)
 
 def matrix(rows, cols, codec, group, codes, scales):
-    return {"rows": rows, "cols": cols, "codec": {"name": codec, "group": group}, "code_bytes": codes, "scale_bytes": scales}
+    return {"rows": rows, "cols": cols, "codec": {"name": codec, "group": group, "rate": 0, "width": 0}, "code_bytes": codes, "scale_bytes": scales}
 
 # A container without its checksum, which the target adds: plain and packed tensors, two banks, the second striped.
 align = 16384
@@ -55,7 +55,7 @@ tensors = [
 ]
 keys = ["name", "shape", "codec", "offset", "code_bytes", "scale_bytes"]
 run = {"name": "global", "offset": 0, "bytes": align, "checksum": "0" * 16, "tensors": [
-    dict(zip(keys, [name, shape, {"name": codec, "group": group}, *rest])) for name, shape, codec, group, *rest in tensors
+    dict(zip(keys, [name, shape, {"name": codec, "group": group, "rate": 0, "width": 0}, *rest])) for name, shape, codec, group, *rest in tensors
 ]}
 stripe = lambda file, bytes: {"directory": 0, "file": file, "bytes": bytes}
 container = {

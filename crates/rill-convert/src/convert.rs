@@ -518,7 +518,7 @@ fn transcode(
     first_row: u64,
 ) -> Result<StoredBytes, ConvertError> {
     let layout_error = |source| ConvertError::Layout { tensor: tensor.to_owned(), source };
-    let target = kernel_codec(codec);
+    let target = kernel_codec(codec).map_err(layout_error)?;
     let (rows, cols) = (rows as usize, cols as usize);
     let row = target.layout(1, cols).map_err(layout_error)?;
     if form.is(codec) {

@@ -103,7 +103,7 @@ pub(crate) fn trunk_codec(
     tensor: &SourceTensor,
     option: TrunkCodec,
 ) -> Result<Codec, ConvertError> {
-    let grouped = |name| Ok(Codec { name, group: GROUP });
+    let grouped = |name| Ok(Codec::grouped(name, GROUP));
     match (class(&tensor.name, &tensor.shape), option) {
         (Class::Small | Class::Router, _) | (_, TrunkCodec::Source) => {
             tensor.form.as_published().ok_or_else(|| ConvertError::Tensor {

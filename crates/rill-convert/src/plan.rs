@@ -278,7 +278,7 @@ fn layout(
     if rows.max(1).checked_mul(cols.max(1)).is_none_or(|weights| weights > max_weights) {
         return Err(layout_error(LayoutError::TooLarge { rows: n, cols: m }));
     }
-    kernel_codec(codec).layout(n, m).map_err(layout_error)
+    kernel_codec(codec).and_then(|codec| codec.layout(n, m)).map_err(layout_error)
 }
 
 fn plan_trunk(
@@ -346,8 +346,8 @@ fn plan_experts(
                     ),
                 })?
             }
-            ExpertCodec::Q8 => Codec { name: CodecName::Q8, group: GROUP },
-            ExpertCodec::Q4 => Codec { name: CodecName::Q4, group: GROUP },
+            ExpertCodec::Q8 => Codec::grouped(CodecName::Q8, GROUP),
+            ExpertCodec::Q4 => Codec::grouped(CodecName::Q4, GROUP),
         };
         let shape = (matrix.rows, matrix.cols);
         let layout = layout(codec, shape, MAX_EXPERT_WEIGHTS, &name())?;

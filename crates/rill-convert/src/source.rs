@@ -135,7 +135,7 @@ impl SourceMatrix {
             Form::Plain(dtype) => self.rows * self.cols * dtype.size(),
             Form::Vq(_) => 4 * self.rows * self.cols,
             Form::Packed(codec) => {
-                let layout = kernel_codec(codec).layout(rows, cols);
+                let layout = kernel_codec(codec).and_then(|codec| codec.layout(rows, cols));
                 layout.map_or(0, |layout| (layout.codes + layout.scales) as u64)
             }
         }
@@ -155,7 +155,7 @@ impl Form {
     /// The container's format that holds this as it is, if there is one: f16 becomes f32, which
     /// holds it exactly; plain bytes have no meaning of their own, and nothing has codebooks.
     pub(crate) fn as_published(self) -> Option<container::Codec> {
-        let plain = |name| Some(container::Codec { name, group: 0 });
+        let plain = |name| Some(container::Codec::plain(name));
         match self {
             Form::Plain(Dtype::BF16) => plain(CodecName::Bf16),
             Form::Plain(Dtype::F32 | Dtype::F16) => plain(CodecName::F32),
@@ -188,7 +188,7 @@ impl Form {
                 Ok(dtype.decode(codes))
             }
             Form::Packed(codec) => {
-                let matrix = Matrix::new(kernel_codec(codec), rows, cols, codes, scales)?;
+                let matrix = Matrix::new(kernel_codec(codec)?, rows, cols, codes, scales)?;
                 let mut weights = vec![0.0; rows * cols];
                 for (r, row) in weights.chunks_exact_mut(cols.max(1)).enumerate() {
                     matrix.decode_row(r, row);
@@ -210,8 +210,9 @@ impl fmt::Display for Form {
 }
 
 /// A container's format in the kernels' words.
-pub(crate) fn kernel_codec(codec: container::Codec) -> Codec {
-    Codec::parse(codec.name.as_str(), codec.group as usize).expect("kernels know every format")
+pub(crate) fn kernel_codec(codec: container::Codec) -> Result<Codec, LayoutError> {
+    let container::Codec { name, group, rate, width } = codec;
+    Codec::stored(name.as_str(), group as usize, rate as usize, width as usize)
 }
 
 impl ConvertSource for Checkpoint {
@@ -339,7 +340,7 @@ impl ConvertSource for Checkpoint {
     }
 }
 
-const MXFP4: Form = Form::Packed(container::Codec { name: CodecName::Mxfp4, group: 0 });
+const MXFP4: Form = Form::Packed(container::Codec::plain(CodecName::Mxfp4));
 
 /// Every expert must have the types and shapes of the first.
 fn check_expert_tensor(

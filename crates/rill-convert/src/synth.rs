@@ -410,7 +410,8 @@ impl Job<'_> {
             Form::Rill { layout, .. } => {
                 for (matrix, stored) in layout.matrices.iter().enumerate() {
                     let place = (layer, expert, matrix);
-                    let noise = expert_noise(seed, kernel_codec(stored.codec), place, stored.cols);
+                    let codec = kernel_codec(stored.codec).expect("planned before");
+                    let noise = expert_noise(seed, codec, place, stored.cols);
                     let (codes, scales) = layout.matrix_mut(record, matrix);
                     noise.codes(0, codes);
                     noise.scales(0, scales);
@@ -649,14 +650,16 @@ fn manifest(
 
 /// A kernels' format as a container names it.
 fn stored_codec(codec: Codec) -> StoredCodec {
-    let (name, group) = match codec {
-        Codec::F32 => (CodecName::F32, 0),
-        Codec::Bf16 => (CodecName::Bf16, 0),
-        Codec::Q8 { .. } => (CodecName::Q8, GROUP),
-        Codec::Q4 { .. } => (CodecName::Q4, GROUP),
-        Codec::Mxfp4 | Codec::Vq(_) => (CodecName::Mxfp4, 0),
-    };
-    StoredCodec { name, group }
+    match codec {
+        Codec::F32 => StoredCodec::plain(CodecName::F32),
+        Codec::Bf16 => StoredCodec::plain(CodecName::Bf16),
+        Codec::Q8 { .. } => StoredCodec::grouped(CodecName::Q8, GROUP),
+        Codec::Q4 { .. } => StoredCodec::grouped(CodecName::Q4, GROUP),
+        // The last three are never synthesised.
+        Codec::Mxfp4 | Codec::Vq(_) | Codec::Trellis(_) | Codec::Mxfp4z => {
+            StoredCodec::plain(CodecName::Mxfp4)
+        }
+    }
 }
 
 /// The weights of one matrix of an expert: of `(layer, expert, matrix)`.

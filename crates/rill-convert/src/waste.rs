@@ -186,7 +186,7 @@ fn codec(tensor: &WasteTensor) -> Option<container::Codec> {
         WasteFormat::Q8 | WasteFormat::Q3 => CodecName::Q8,
         WasteFormat::Q4 => CodecName::Q4,
     };
-    Some(container::Codec { name, group: tensor.group })
+    Some(container::Codec::grouped(name, tensor.group))
 }
 
 fn bytes_of(weights: &[f32]) -> Vec<u8> {

@@ -9,7 +9,7 @@ use rill_format::container::{
     Run, SmallFile, Stripe, Trunk, TrunkTensor, checksum, hex,
 };
 
-const BF16: Codec = Codec { name: CodecName::Bf16, group: 0 };
+const BF16: Codec = Codec::plain(CodecName::Bf16);
 
 /// A container of one run and two banks; the second bank lies in two folders.
 fn manifest(second: &str) -> Manifest {
@@ -178,7 +178,7 @@ fn hostile_manifests_are_refused_by_field() {
     fn experts(m: &mut Manifest) -> &mut Experts {
         m.experts.as_mut().expect("it has experts")
     }
-    let cases: [(&str, Edit); 34] = [
+    let cases: [(&str, Edit); 41] = [
         ("format", |m| m.format = "rall".into()),
         ("version", |m| m.version = 1),
         ("fingerprint", |m| m.fingerprint = "xyz".into()),
@@ -206,6 +206,18 @@ fn hostile_manifests_are_refused_by_field() {
         ("tensor \"b\"", |m| m.trunk.runs[0].tensors[1].scale_bytes = u64::MAX - 128),
         ("trunk.runs[0].tensors", |m| m.trunk.runs[0].tensors[1].name = "a".into()),
         ("experts.gate.codec.group", |m| experts(m).gate.codec.group = 1 << 20),
+        ("experts.up.codec.rate", |m| experts(m).up.codec.rate = 24),
+        ("experts.up.codec.group", |m| experts(m).up.codec.group = 32),
+        ("experts.down.codec.rate", |m| experts(m).down.codec = Codec::trellis(15, 12)),
+        ("experts.down.codec.width", |m| experts(m).down.codec = Codec::trellis(24, 15)),
+        ("experts.down.codec.group", |m| {
+            experts(m).down.codec = Codec { group: 32, ..Codec::trellis(24, 12) };
+        }),
+        ("tensor \"a\".rate", |m| m.trunk.runs[0].tensors[0].codec.rate = 1),
+        ("tensor \"b\".width", |m| {
+            m.trunk.runs[0].tensors[1].codec =
+                Codec { width: 4, ..Codec::grouped(CodecName::Q8, 16) };
+        }),
         ("experts", |m| experts(m).up.code_bytes = u64::MAX),
         ("experts.record_bytes", |m| experts(m).record_bytes = 0),
         ("experts.banks[1].layer", |m| experts(m).banks[1].layer = 1),

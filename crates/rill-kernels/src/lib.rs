@@ -8,6 +8,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod codec;
+mod inputs;
 #[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 mod lanes;
 pub mod math;
@@ -25,6 +26,7 @@ pub use codec::{
     Activations, Codec, EncodeError, GROUP_RANGE, Layout, LayoutError, Mxfp4zKernels, Mxfp4zMatrix,
     Trellis, TrellisEncoder, TrellisKernels, TrellisMatrix, TrellisTables, Vq,
 };
+pub use inputs::Inputs;
 pub use matrix::Matrix;
 pub use pool::{Pool, PoolError};
 pub use table::{Kernels, NoSuchKernels};

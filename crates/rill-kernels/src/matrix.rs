@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use crate::codec::{Codec, LayoutError, check_f16_scales, mxfp4, plain, q4, q8, vq};
+use crate::codec::{
+    Codec, LayoutError, Mxfp4zMatrix, TrellisMatrix, TrellisTables, check_f16_scales, mxfp4, plain,
+    q4, q8, trellis, vq,
+};
 
 /// A matrix (rows, cols) over borrowed, checked bytes; it is never expanded.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +20,8 @@ pub struct Matrix<'a> {
     /// Number of the first row within `codes` and `scales`; not 0 only for formats whose rows
     /// cannot be cut apart.
     pub(crate) first_row: usize,
+    /// Rows that `codes` and `scales` hold.
+    pub(crate) all_rows: usize,
 }
 
 impl<'a> Matrix<'a> {
@@ -60,6 +65,13 @@ impl<'a> Matrix<'a> {
                 check_f16_scales(scales, 1, 0)?;
                 vq.check_indices(codes)?;
             }
+            Codec::Trellis(trellis) => {
+                let (tables, sides) = trellis_parts(scales)?;
+                TrellisMatrix::new(trellis, rows, cols, codes, sides, &tables)?;
+            }
+            Codec::Mxfp4z => {
+                Mxfp4zMatrix::new(rows, cols, codes)?;
+            }
         }
         Ok(matrix)
     }
@@ -81,7 +93,8 @@ impl<'a> Matrix<'a> {
         let layout = codec.layout(rows, cols)?;
         let lengths = [("codes", layout.codes, codes), ("scales", layout.scales, scales)];
         for (part, expected, bytes) in lengths {
-            if bytes.len() != expected {
+            // One of a length that differs is told by its own directory.
+            if bytes.len() != expected && !(codec.is_variable() && part == "codes") {
                 let (format, found) = (codec.name(), bytes.len());
                 return Err(LayoutError::Length { format, part, rows, cols, expected, found });
             }
@@ -91,7 +104,7 @@ impl<'a> Matrix<'a> {
         {
             return Err(LayoutError::Vq("the tables do not have stages × entries × 8 values"));
         }
-        Ok(Self { codec, rows, cols, codes, scales, tables, first_row: 0 })
+        Ok(Self { codec, rows, cols, codes, scales, tables, first_row: 0, all_rows: rows })
     }
 
     /// Output rows.
@@ -115,14 +128,15 @@ impl<'a> Matrix<'a> {
     /// When the range lies outside the matrix.
     pub fn row_range(&self, rows: Range<usize>) -> Self {
         assert!(rows.start <= rows.end && rows.end <= self.rows);
-        if let Codec::Vq(_) = self.codec {
+        if let Codec::Vq(_) | Codec::Trellis(_) | Codec::Mxfp4z = self.codec {
             return Self { rows: rows.len(), first_row: self.first_row + rows.start, ..*self };
         }
         let part = |bytes: &'a [u8]| {
             let row_bytes = bytes.len() / self.rows.max(1);
             &bytes[rows.start * row_bytes..rows.end * row_bytes]
         };
-        Self { rows: rows.len(), codes: part(self.codes), scales: part(self.scales), ..*self }
+        let (codes, scales) = (part(self.codes), part(self.scales));
+        Self { rows: rows.len(), all_rows: rows.len(), codes, scales, ..*self }
     }
 
     /// Row `row` as plain numbers, each rounded once. For measuring errors; no product does this.
@@ -131,10 +145,34 @@ impl<'a> Matrix<'a> {
     /// When the row lies outside the matrix or `out` is not a row long.
     pub fn decode_row(&self, row: usize, out: &mut [f32]) {
         assert_eq!(out.len(), self.cols);
+        if let Some((trellis, first)) = self.trellis() {
+            return trellis.decode_row(first + row, out);
+        }
+        if let Some((mxfp4z, first)) = self.mxfp4z() {
+            return mxfp4z.decode_row(first + row, out);
+        }
         let row = self.row_range(row..row + 1);
         for (i, out) in out.iter_mut().enumerate() {
             *out = row.weight(i);
         }
+    }
+
+    /// All rows of a trellis matrix that this one is or is a part of, and the number of its first row there.
+    pub(crate) fn trellis(&self) -> Option<(TrellisMatrix<'a>, usize)> {
+        let Codec::Trellis(trellis) = self.codec else { return None };
+        let (tables, sides) = trellis_parts(self.scales).expect("checked when it was made");
+        let whole =
+            TrellisMatrix::accepted(trellis, self.all_rows, self.cols, self.codes, sides, &tables);
+        Some((whole.expect("checked when it was made"), self.first_row))
+    }
+
+    /// The same of an mxfp4z matrix.
+    pub(crate) fn mxfp4z(&self) -> Option<(Mxfp4zMatrix<'a>, usize)> {
+        if self.codec != Codec::Mxfp4z {
+            return None;
+        }
+        let whole = Mxfp4zMatrix::new(self.all_rows, self.cols, self.codes);
+        Some((whole.expect("checked when it was made"), self.first_row))
     }
 
     /// Weight `i` of the first row.
@@ -150,6 +188,14 @@ impl<'a> Matrix<'a> {
             Codec::Vq(vq) => {
                 vq::weight(vq, codes, scales, self.tables, self.first_row, i, self.cols)
             }
+            Codec::Trellis(_) | Codec::Mxfp4z => unreachable!("decoded row by row"),
         }
     }
+}
+
+/// Tables and side nibbles of a trellis matrix.
+fn trellis_parts(scales: &[u8]) -> Result<(TrellisTables, &[u8]), LayoutError> {
+    let at = trellis::TABLE_BYTES.min(scales.len());
+    let (tables, sides) = scales.split_at(at);
+    Ok((TrellisTables::new(tables)?, sides))
 }

@@ -6,7 +6,7 @@
 //! fused multiply-add, where plain builds would call a routine for each one.
 
 use crate::codec::plain::{bf16_at, dot_with, f32_at};
-use crate::codec::{PARTIALS, Vq, join, mxfp4, q4, q8, vq};
+use crate::codec::{Codec, PARTIALS, Vq, join, mxfp4, q4, q8, vq};
 use crate::matrix::Matrix;
 use crate::{ATTENTION_BLOCK, math};
 
@@ -120,6 +120,16 @@ pub(crate) fn columns_bf16(w: &[u8], a: &[f32], out: &mut [f32]) {
 #[inline(always)]
 pub(crate) fn columns_packed(m: &Matrix<'_>, a: &[f32], out: &mut [f32]) {
     out.fill(0.0);
+    if let Codec::Trellis(_) | Codec::Mxfp4z = m.codec {
+        let mut row = vec![0.0; out.len()];
+        for (r, &a) in a.iter().enumerate() {
+            m.decode_row(r, &mut row);
+            for (&w, out) in row.iter().zip(&mut *out) {
+                *out = a.mul_add(w, *out);
+            }
+        }
+        return;
+    }
     for (r, &a) in a.iter().enumerate() {
         let row = m.row_range(r..r + 1);
         for (c, out) in out.iter_mut().enumerate() {

@@ -1,8 +1,10 @@
 //! The table of kernels an engine computes with, and the checks in front of it.
 
 use std::fmt;
+use std::ops::Range;
 
-use crate::codec::{Codec, Vq};
+use crate::codec::{Codec, Mxfp4zKernels, TrellisKernels, Vq};
+use crate::inputs::Inputs;
 use crate::matrix::Matrix;
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
 use crate::neon;
@@ -161,6 +163,8 @@ const NEON: Table = Table {
 pub struct Kernels {
     name: &'static str,
     table: Table,
+    trellis: TrellisKernels,
+    mxfp4z: Mxfp4zKernels,
 }
 
 impl fmt::Debug for Kernels {
@@ -192,7 +196,12 @@ macro_rules! call {
 
 impl Kernels {
     /// The specification, compiled for any CPU.
-    pub const SCALAR: Kernels = Kernels { name: "scalar", table: SCALAR };
+    pub const SCALAR: Kernels = Kernels {
+        name: "scalar",
+        table: SCALAR,
+        trellis: TrellisKernels::SCALAR,
+        mxfp4z: Mxfp4zKernels::SCALAR,
+    };
 
     /// Every set this CPU can run, the specification first.
     pub fn all() -> Vec<Kernels> {
@@ -200,17 +209,32 @@ impl Kernels {
         let mut sets = vec![Self::SCALAR];
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            sets.push(Kernels { name: "scalar+fma", table: FUSED });
-            sets.push(Kernels { name: "avx2", table: AVX2 });
+            sets.push(Kernels { name: "scalar+fma", table: FUSED, ..Self::SCALAR });
+            sets.push(Self::of("avx2", AVX2));
             if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
-                sets.push(Kernels { name: "avx512", table: AVX512 });
+                sets.push(Self::of("avx512", AVX512));
             }
         }
         #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
         if std::arch::is_aarch64_feature_detected!("neon") {
-            sets.push(Kernels { name: "neon", table: NEON });
+            sets.push(Self::of("neon", NEON));
         }
         sets
+    }
+
+    /// A set of vector kernels with the best of the others that need no more than it. Tables are of plain
+    /// AVX-512, entropy-coded and trellis products of parts of it that some CPUs lack.
+    #[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
+    fn of(name: &'static str, table: Table) -> Kernels {
+        let fits = |other: &str| name != "avx2" || !other.starts_with("avx512");
+        let trellis = TrellisKernels::all().into_iter().rfind(|set| fits(set.name()));
+        let mxfp4z = Mxfp4zKernels::all().into_iter().rfind(|set| fits(set.name()));
+        Kernels {
+            name,
+            table,
+            trellis: trellis.unwrap_or(TrellisKernels::SCALAR),
+            mxfp4z: mxfp4z.unwrap_or(Mxfp4zKernels::SCALAR),
+        }
     }
 
     /// The fastest set this CPU can run.
@@ -249,8 +273,13 @@ impl Kernels {
 
     /// `out[r][t] = w[r] · x[t]`: `x` (n, cols) → `out` (rows, n).
     pub fn matmul(&self, w: &Matrix<'_>, x: &[f32], n: usize, out: &mut [f32]) {
-        let cols = w.cols();
-        assert_eq!(x.len(), n * cols);
+        self.multiply(w, &Inputs::new(&[w.codec], x, n, w.cols()), out);
+    }
+
+    /// [`matmul`](Self::matmul) with vectors that are prepared for the matrix's format.
+    pub fn multiply(&self, w: &Matrix<'_>, inputs: &Inputs<'_>, out: &mut [f32]) {
+        let Inputs { x, n, cols, .. } = *inputs;
+        assert_eq!(cols, w.cols());
         assert_eq!(out.len(), w.rows() * n);
         if out.is_empty() || cols == 0 {
             out.fill(0.0);
@@ -263,6 +292,19 @@ impl Kernels {
             Codec::Q4 { group } => call!(self.matmul_q4(w, group, x, n, out)),
             Codec::Mxfp4 => call!(self.matmul_mxfp4(w, x, n, out)),
             Codec::Vq(vq) => call!(self.matmul_vq(w, vq, x, n, out)),
+            Codec::Trellis(_) => {
+                let integers = inputs.integers.as_ref().expect("prepared for the format");
+                let (whole, _) = w.trellis().expect("of this format");
+                whole_tiles(w, n, out, |rows, out| {
+                    self.trellis.multiply(&whole.row_range(rows), integers, out);
+                });
+            }
+            Codec::Mxfp4z => {
+                let (whole, _) = w.mxfp4z().expect("of this format");
+                whole_tiles(w, n, out, |rows, out| {
+                    self.mxfp4z.multiply(&whole.row_range(rows), x, n, out);
+                });
+            }
         }
     }
 
@@ -396,4 +438,24 @@ impl Kernels {
         assert_eq!(x.len(), y.len());
         call!(self.add(x, y));
     }
+}
+
+/// Gives `product` the rows of `w` in the matrix that it is a part of, and their part of `out` (rows, n);
+/// where they are not whole tiles, all rows of these tiles.
+fn whole_tiles(
+    w: &Matrix<'_>,
+    n: usize,
+    out: &mut [f32],
+    product: impl Fn(Range<usize>, &mut [f32]),
+) {
+    let tile = w.codec.tile_rows();
+    let (first, end) = (w.first_row, w.first_row + w.rows);
+    let tiles = first / tile * tile..end.next_multiple_of(tile).min(w.all_rows);
+    if tiles == (first..end) {
+        return product(tiles, out);
+    }
+    let mut all = vec![0.0; tiles.len() * n];
+    let before = first - tiles.start;
+    product(tiles, &mut all);
+    out.copy_from_slice(&all[before * n..][..out.len()]);
 }

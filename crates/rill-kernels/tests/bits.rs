@@ -161,6 +161,7 @@ impl Packed {
                 let sign = if nibble & 8 == 0 { 1.0 } else { -1.0 };
                 sign * magnitude * 2f64.powi(i32::from(self.scales[at / 32]) - 127)
             }
+            Codec::Trellis(_) | Codec::Mxfp4z => unreachable!("have tests of their own"),
             Codec::Vq(vq) => {
                 let (vectors, v) = (self.cols / 8, col / 8);
                 let place = match vq.index_block {

@@ -1,6 +1,6 @@
 //! Kernels and threads of one engine, and the products every layer is made of.
 
-use rill_kernels::{Kernels, Matrix, Pool};
+use rill_kernels::{Inputs, Kernels, Matrix, Pool};
 
 /// What an engine computes with.
 #[derive(Debug)]
@@ -14,8 +14,9 @@ impl Compute {
     pub(crate) fn matmul(&self, w: Matrix<'_>, x: &[f32], n: usize) -> Vec<f32> {
         let rows = w.rows();
         let mut out = vec![0.0; rows * n];
+        let inputs = Inputs::new(&[w.codec()], x, n, w.cols());
         self.pool.rows(rows, rows * w.cols() * n, &mut out, |range, out| {
-            self.kernels.matmul(&w.row_range(range), x, n, out);
+            self.kernels.multiply(&w.row_range(range), &inputs, out);
         });
         if n == 1 { out } else { transpose(&out, rows, n) }
     }

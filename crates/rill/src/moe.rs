@@ -1,6 +1,6 @@
 //! Feed-forward layers: the gated product, and the mixture of experts around it.
 
-use rill_kernels::{Kernels, Matrix};
+use rill_kernels::{Inputs, Kernels, Matrix};
 
 use crate::compute::{Compute, transpose};
 use crate::config::{Activation, ModelConfig, MoeConfig};
@@ -205,10 +205,11 @@ fn gated(
     // Both products of some rows and their activation in one go, so that threads meet once and not
     // twice, and nothing leaves a core's cache in between. (rows, n)
     let mut inner = vec![0.0; rows * n];
+    let inputs = Inputs::new(&[gate.codec(), up.codec()], x, n, gate.cols());
     compute.pool.rows(rows, work, &mut inner, |range, inner| {
         let mut linear = vec![0.0; inner.len()];
-        kernels.matmul(&gate.row_range(range.clone()), x, n, inner);
-        kernels.matmul(&up.row_range(range), x, n, &mut linear);
+        kernels.multiply(&gate.row_range(range.clone()), &inputs, inner);
+        kernels.multiply(&up.row_range(range), &inputs, &mut linear);
         match activation {
             Activation::Silu => kernels.silu_product(inner, &linear),
             Activation::Situ { beta, linear_beta } => {

@@ -8,7 +8,7 @@ use rill_format::container::{self, Container};
 use rill_format::{
     Checkpoint, DataExtent, DataFile, Dtype, Folder, FormatError, Waste, WasteFormat,
 };
-use rill_kernels::Codec;
+use rill_kernels::{Codec, LayoutError};
 
 use crate::config::{ExpertFormat, ModelConfig};
 use crate::describe::StoredExperts;
@@ -387,7 +387,7 @@ impl WeightSource for Container {
     fn find(&self, name: &str) -> Option<Stored> {
         let tensor = Container::find(self, name)?;
         let shape = rill_format::Shape::new(&tensor.shape)?;
-        Some(Stored { form: Form::Codec(codec(tensor.codec)), shape })
+        Some(Stored { form: Form::Codec(codec(tensor.codec).ok()?), shape })
     }
 
     fn place(&self, _name: &str) -> String {
@@ -449,7 +449,7 @@ impl WeightSource for Container {
         let n: u64 = self.bank_list().iter().map(|bank| u64::from(bank.experts)).sum();
         for m in &layout.matrices {
             let bytes = m.code_bytes + m.scale_bytes;
-            stored.add(codec(m.codec).name(), n * m.rows * m.cols, n * bytes);
+            stored.add(m.codec.name.as_str(), n * m.rows * m.cols, n * bytes);
         }
         stored.expert_file_bytes = n * layout.record_bytes as u64;
         stored
@@ -599,8 +599,9 @@ pub(crate) fn identity(source: &dyn WeightSource) -> String {
 }
 
 /// A container's format in the kernels' words.
-pub(crate) fn codec(codec: container::Codec) -> Codec {
-    Codec::parse(codec.name.as_str(), codec.group as usize).expect("kernels know every format")
+pub(crate) fn codec(codec: container::Codec) -> Result<Codec, LayoutError> {
+    let container::Codec { name, group, rate, width } = codec;
+    Codec::stored(name.as_str(), group as usize, rate as usize, width as usize)
 }
 
 /// The run that holds a layer.

@@ -50,6 +50,7 @@ impl Noise {
             }
             // All nibbles and, with 256 entries to a table, all indices are valid.
             Codec::Q4 { .. } | Codec::Mxfp4 | Codec::Vq(_) => words(self.key, start, out, |w| w),
+            Codec::Trellis(_) | Codec::Mxfp4z => unreachable!("never synthesised"),
         }
     }
 
@@ -67,6 +68,7 @@ impl Noise {
             Codec::Q8 { .. } => Q8_SIZE,
             Codec::Q4 { .. } => Q4_SIZE,
             Codec::Vq(_) => 1.0,
+            Codec::Trellis(_) | Codec::Mxfp4z => unreachable!("never synthesised"),
         };
         let base = u64::from(f16::from_f32(size / code_size).to_bits() & 0x7f00);
         let base = base * 0x0001_0001_0001_0001;

@@ -170,6 +170,27 @@ pub struct Codec {
     pub name: CodecName,
     /// Inputs that share a scale; 0 for formats without groups of their own.
     pub group: u32,
+    /// Bits per 8 inputs of a trellis format; 0 for all others.
+    pub rate: u32,
+    /// Bits of a window that count, of a trellis format; 0 for all others.
+    pub width: u32,
+}
+
+impl Codec {
+    /// A format without parameters.
+    pub const fn plain(name: CodecName) -> Self {
+        Self { name, group: 0, rate: 0, width: 0 }
+    }
+
+    /// A format with `group` inputs to a scale.
+    pub const fn grouped(name: CodecName, group: u32) -> Self {
+        Self { group, ..Self::plain(name) }
+    }
+
+    /// A trellis format.
+    pub const fn trellis(rate: u32, width: u32) -> Self {
+        Self { rate, width, ..Self::plain(CodecName::Trellis) }
+    }
 }
 
 /// Names of number formats.
@@ -186,6 +207,8 @@ pub enum CodecName {
     Q4,
     /// Four-bit floats with power-of-two scales.
     Mxfp4,
+    /// Windows into a stream of bits.
+    Trellis,
 }
 
 impl CodecName {
@@ -202,6 +225,7 @@ impl CodecName {
             CodecName::Q8 => "q8",
             CodecName::Q4 => "q4",
             CodecName::Mxfp4 => "mxfp4",
+            CodecName::Trellis => "trellis",
         }
     }
 }
@@ -209,9 +233,10 @@ impl CodecName {
 impl fmt::Display for Codec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = self.name.as_str();
-        match self.group {
-            0 => f.write_str(name),
-            group => write!(f, "{name} in groups of {group}"),
+        match (self.group, self.rate) {
+            (0, 0) => f.write_str(name),
+            (0, rate) => write!(f, "{name} of {} bits", f64::from(rate) / 8.0),
+            (group, _) => write!(f, "{name} in groups of {group}"),
         }
     }
 }
@@ -376,6 +401,7 @@ impl Manifest {
                         return Err(wrong(name, format!("an end up to {}", run.bytes), found));
                     }
                 };
+                check_codec(&format!("the codec of tensor {:?}", tensor.name), tensor.codec)?;
                 if !names.insert(tensor.name.as_str()) {
                     return Err(wrong(
                         field("tensors"),
@@ -408,13 +434,7 @@ impl Manifest {
         let Experts { gate, up, down, .. } = experts;
         let matrices = [gate.clone(), up.clone(), down.clone()];
         for (name, matrix) in ["gate", "up", "down"].iter().zip(&matrices) {
-            if matrix.codec.group > u32::from(u16::MAX) {
-                return Err(wrong(
-                    format!("experts.{name}.codec.group"),
-                    "at most 1024",
-                    matrix.codec.group,
-                ));
-            }
+            check_codec(&format!("experts.{name}.codec"), matrix.codec)?;
         }
         let Some(layout) = RecordLayout::new(matrices) else {
             return Err(wrong("experts", "records that can be addressed", "larger ones"));
@@ -465,6 +485,37 @@ impl Manifest {
         }
         Ok(layout)
     }
+}
+
+/// Bits per 8 inputs, and bits of a window that count, of a trellis format.
+const RATES: std::ops::RangeInclusive<u32> = 16..=28;
+const WIDTHS: std::ops::RangeInclusive<u32> = 10..=14;
+
+/// Whether a format has the parameters that are its own, and no others. Which groups there are, kernels
+/// know.
+fn check_codec(field: &str, codec: Codec) -> Result<(), Wrong> {
+    let Codec { name, group, rate, width } = codec;
+    let grouped = matches!(name, CodecName::Q8 | CodecName::Q4);
+    let expected = match name {
+        CodecName::Trellis => (0..=0, RATES, WIDTHS),
+        // What a record's header has room for.
+        _ if grouped => (0..=u32::from(u16::MAX), 0..=0, 0..=0),
+        _ => (0..=0, 0..=0, 0..=0),
+    };
+    let (groups, rates, widths) = expected;
+    for (parameter, range, found) in
+        [("group", groups, group), ("rate", rates, rate), ("width", widths, width)]
+    {
+        if !range.contains(&found) {
+            let (name, first, last) = (name.as_str(), range.start(), range.end());
+            let expected = match first == last {
+                true => format!("{first} for {name}"),
+                false => format!("{first} to {last} for {name}"),
+            };
+            return Err(wrong(format!("{field}.{parameter}"), expected, found));
+        }
+    }
+    Ok(())
 }
 
 fn check_hex(field: &str, text: &str, digits: usize) -> Result<(), Wrong> {

@@ -100,10 +100,11 @@ impl RecordLayout {
         h[32..40].copy_from_slice(&((self.end - HEADER_BYTES) as u64).to_le_bytes());
         for (i, matrix) in self.matrices.iter().enumerate() {
             let at = 40 + 8 * i;
-            let Codec { name, group } = matrix.codec;
+            let Codec { name, group, rate, width } = matrix.codec;
             h[at] = name.id();
-            // A valid codec's group fits: at most 1024.
-            h[at + 2..at + 4].copy_from_slice(&(group as u16).to_le_bytes());
+            // Those of a manifest fit, and one of group and rate is 0.
+            h[at + 1] = width as u8;
+            h[at + 2..at + 4].copy_from_slice(&((group | rate) as u16).to_le_bytes());
         }
         h[64..72].copy_from_slice(&payload_checksum.to_le_bytes());
         let own = checksum(&h[..COVERED_BYTES]);

@@ -7,11 +7,11 @@
 use half::f16;
 
 pub(crate) mod mxfp4;
-mod mxfp4z;
+pub(crate) mod mxfp4z;
 pub(crate) mod plain;
 pub(crate) mod q4;
 pub(crate) mod q8;
-mod trellis;
+pub(crate) mod trellis;
 pub(crate) mod vq;
 
 pub use mxfp4z::{Mxfp4zKernels, Mxfp4zMatrix};
@@ -43,6 +43,10 @@ pub enum Codec {
     Mxfp4,
     /// Sums of table entries of eight weights, with one f16 scale per row. Read, never written.
     Vq(Vq),
+    /// Windows into a stream of bits; `scales` are the tables, then the side nibbles.
+    Trellis(Trellis),
+    /// The third of [`Mxfp4`](Self::Mxfp4), entropy-coded: `codes` of a length that differs, no `scales`.
+    Mxfp4z,
 }
 
 /// Parameters of a vector-quantised format.
@@ -82,14 +86,48 @@ impl Codec {
             Codec::Vq(Vq { stages: 2, .. }) => "vq2r",
             Codec::Vq(Vq { packed: true, .. }) => "vq4p",
             Codec::Vq(_) => "vq3r",
+            Codec::Trellis(_) => "trellis",
+            Codec::Mxfp4z => "mxfp4z",
         }
     }
 
-    /// The format of this name, of those that can be written; `group` counts for grouped ones.
+    /// The format of this name, of those that can be written and have no other parameter than `group`,
+    /// which counts for grouped ones.
     pub fn parse(name: &str, group: usize) -> Option<Self> {
+        let grouped = [Codec::Q8 { group }, Codec::Q4 { group }];
         let formats =
-            [Codec::F32, Codec::Bf16, Codec::Q8 { group }, Codec::Q4 { group }, Codec::Mxfp4];
+            [Codec::F32, Codec::Bf16, grouped[0], grouped[1], Codec::Mxfp4, Codec::Mxfp4z];
         formats.into_iter().find(|codec| codec.name() == name)
+    }
+
+    /// The format that a container calls so, with its parameters; those that it does not have count nothing.
+    ///
+    /// # Errors
+    /// When there is no such format, or a trellis cannot have such parameters.
+    pub fn stored(
+        name: &str,
+        group: usize,
+        rate: usize,
+        width: usize,
+    ) -> Result<Self, LayoutError> {
+        match name {
+            "trellis" => Ok(Codec::Trellis(Trellis::new(rate, width)?)),
+            _ => Self::parse(name, group).ok_or(LayoutError::UnknownFormat),
+        }
+    }
+
+    /// Whether matrices of one shape take different numbers of bytes, those of the layout at most.
+    pub fn is_variable(&self) -> bool {
+        *self == Codec::Mxfp4z
+    }
+
+    /// Rows that can only be multiplied together: cut elsewhere, products cost more.
+    pub fn tile_rows(&self) -> usize {
+        match self {
+            Codec::Trellis(_) => trellis::TILE,
+            Codec::Mxfp4z => mxfp4z::TILE,
+            _ => 1,
+        }
     }
 
     /// Bytes that a matrix (rows, cols) takes, or why it cannot have this format.
@@ -107,6 +145,14 @@ impl Codec {
                 (cols / 2, cols / mxfp4::BLOCK)
             }
             Codec::Vq(vq) => return vq.layout(rows, cols),
+            Codec::Trellis(trellis) => {
+                let Layout { codes, scales } = trellis.layout(rows, cols)?;
+                let scales = scales.checked_add(trellis::TABLE_BYTES).ok_or(too_large)?;
+                return Ok(Layout { codes, scales });
+            }
+            Codec::Mxfp4z => {
+                return Ok(Layout { codes: mxfp4z::most_bytes(rows, cols)?, scales: 0 });
+            }
         };
         let all = |row_bytes: usize| rows.checked_mul(row_bytes).ok_or(too_large);
         Ok(Layout { codes: all(code_bytes)?, scales: all(scale_bytes)? })
@@ -136,7 +182,9 @@ impl Codec {
             Codec::Bf16 => plain::encode_bf16(weights, codes),
             Codec::Q8 { group } => q8::encode_row(weights, group, codes, scales)?,
             Codec::Q4 { group } => q4::encode_row(weights, group, codes, scales)?,
-            Codec::Mxfp4 | Codec::Vq(_) => return Err(EncodeError::ReadOnly(self.name())),
+            Codec::Mxfp4 | Codec::Vq(_) | Codec::Trellis(_) | Codec::Mxfp4z => {
+                return Err(EncodeError::ReadOnly(self.name()));
+            }
         }
         Ok(())
     }
@@ -191,6 +239,9 @@ pub enum LayoutError {
         /// Inputs that share a scale.
         group: usize,
     },
+    /// A name that no format has.
+    #[error("there is no number format of this name")]
+    UnknownFormat,
     /// A scale of NaN or infinity would poison every result.
     #[error("the scale of row {row}, inputs from {first} on, is {scale}")]
     Scale {
@@ -250,8 +301,8 @@ pub enum EncodeError {
         /// Largest magnitude in it.
         largest: f32,
     },
-    /// The format is only read, or only repacked.
-    #[error("{0} is not made from plain weights")]
+    /// The format is only read, or made from whole matrices.
+    #[error("{0} is not made row by row from plain weights")]
     ReadOnly(&'static str),
     /// The shape cannot have the format.
     #[error(transparent)]

@@ -48,7 +48,7 @@ pub use product::Mxfp4zKernels;
 /// Inputs that share an exponent.
 const BLOCK: usize = super::mxfp4::BLOCK;
 /// Rows of a tile.
-const TILE: usize = 16;
+pub(super) const TILE: usize = 16;
 /// Symbols of every alphabet.
 const SYMBOLS: usize = 16;
 /// Bits of a slot: frequencies add up to 2^7.
@@ -67,6 +67,17 @@ const SLACK: usize = (2 + BLOCK) * 2 * TILE;
 /// Input of a block that stands at place `at` of its 32.
 fn input(at: usize) -> usize {
     at / 2 + at % 2 * (BLOCK / 2)
+}
+
+/// Bytes that a matrix takes at most: those of MXFP4 with a sixty-fourth for what frequencies out of 128
+/// cannot express, and everything around the streams.
+pub(super) fn most_bytes(rows: usize, cols: usize) -> Result<usize, LayoutError> {
+    format::check_shape(rows, cols)?;
+    let too_large = LayoutError::TooLarge { rows, cols };
+    let streams = rows.checked_mul(cols / BLOCK * (BLOCK / 2 + 1)).ok_or(too_large)?;
+    let tiles = rows.div_ceil(TILE).checked_mul(4 + STATES).ok_or(too_large)?;
+    let all = [streams / 64, tiles, HEADER + SLACK];
+    all.iter().try_fold(streams, |sum, &part| sum.checked_add(part)).ok_or(too_large)
 }
 
 /// What refused bytes are told.

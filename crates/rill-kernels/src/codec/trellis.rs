@@ -54,7 +54,7 @@ const BLOCK: usize = 32;
 /// Inputs over which a rate's bits are spread evenly.
 const GROUP: usize = 8;
 /// Rows of a tile.
-const TILE: usize = 8;
+pub(super) const TILE: usize = 8;
 /// Bytes of a line: 64 bits of each row of a tile.
 const LINE: usize = 64;
 /// Bits of a window, and of the tail that completes a row's last windows.
@@ -69,6 +69,8 @@ const LARGEST: u8 = 127;
 const ENTRIES: usize = 64;
 /// Classes of blocks.
 const CLASSES: usize = 2;
+/// Bytes of all tables.
+pub(crate) const TABLE_BYTES: usize = CLASSES * ENTRIES;
 /// Largest exponent delta.
 const MAX_DELTA: u8 = 7;
 

@@ -181,6 +181,21 @@ impl<'a> Mxfp4zMatrix<'a> {
         Ok(())
     }
 
+    /// Row `row` as plain numbers, exactly. It takes as long as all rows of its tile.
+    ///
+    /// # Panics
+    /// When the row lies outside the matrix or `out` is not a row long.
+    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.rows && out.len() == self.cols);
+        let lane = row % TILE;
+        self.decode_tile(row / TILE, |at, block| {
+            let scale = mxfp4::scale(block.exponents[lane]);
+            for (nibbles, out) in block.nibbles.iter().zip(&mut out[at * BLOCK..][..BLOCK]) {
+                *out = mxfp4::VALUES[usize::from(nibbles[lane])] * scale;
+            }
+        });
+    }
+
     /// `out[r][v] = w[r] · x[v]`: `x` (n, cols) → `out` (rows, n), with MXFP4's arithmetic.
     ///
     /// # Panics

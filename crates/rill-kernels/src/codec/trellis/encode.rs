@@ -26,7 +26,7 @@ impl TrellisEncoder {
 
     /// Every encoder this CPU can run, the specification first; all make the same bytes.
     pub fn all(trellis: Trellis, tables: &TrellisTables, split: u32) -> Vec<Self> {
-        let with = |stepper| Self::with(trellis, tables.clone(), split, stepper);
+        let with = |stepper| Self::with(trellis, *tables, split, stepper);
         Stepper::all().into_iter().map(with).collect()
     }
 

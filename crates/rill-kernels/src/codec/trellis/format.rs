@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::*;
 
 /// The two tables of 64 weights that matrices refer to; many may share them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrellisTables {
     /// Weight times ten, plus 64, in units of the block's power of two.
     pub(super) bytes: [[u8; ENTRIES]; CLASSES],
@@ -46,7 +46,7 @@ pub struct TrellisMatrix<'a> {
     pub(super) cols: usize,
     pub(super) codes: &'a [u8],
     pub(super) sides: &'a [u8],
-    pub(super) tables: &'a TrellisTables,
+    pub(super) tables: TrellisTables,
 }
 
 impl<'a> TrellisMatrix<'a> {
@@ -61,7 +61,30 @@ impl<'a> TrellisMatrix<'a> {
         cols: usize,
         codes: &'a [u8],
         sides: &'a [u8],
-        tables: &'a TrellisTables,
+        tables: &TrellisTables,
+    ) -> Result<Self, LayoutError> {
+        let matrix = Self::accepted(trellis, rows, cols, codes, sides, tables)?;
+        for row in 0..rows {
+            let scale = matrix.scale(row);
+            if !scale.is_finite() {
+                return Err(LayoutError::Scale { row, first: 0, scale });
+            }
+        }
+        Ok(matrix)
+    }
+
+    /// A matrix over bytes that [`new`](Self::new) has accepted before: scales are not looked through
+    /// again. Where that is not true, products may be NaN.
+    ///
+    /// # Errors
+    /// When the bytes are not as many as the layout takes.
+    pub fn accepted(
+        trellis: Trellis,
+        rows: usize,
+        cols: usize,
+        codes: &'a [u8],
+        sides: &'a [u8],
+        tables: &TrellisTables,
     ) -> Result<Self, LayoutError> {
         let layout = trellis.layout(rows, cols)?;
         let lengths = [("codes", layout.codes, codes), ("sides", layout.scales, sides)];
@@ -71,14 +94,7 @@ impl<'a> TrellisMatrix<'a> {
                 return Err(LayoutError::Length { format, part, rows, cols, expected, found });
             }
         }
-        let matrix = Self { trellis, rows, cols, codes, sides, tables };
-        for row in 0..rows {
-            let scale = matrix.scale(row);
-            if !scale.is_finite() {
-                return Err(LayoutError::Scale { row, first: 0, scale });
-            }
-        }
-        Ok(matrix)
+        Ok(Self { trellis, rows, cols, codes, sides, tables: *tables })
     }
 
     /// Output rows.

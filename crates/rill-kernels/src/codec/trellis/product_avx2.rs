@@ -23,7 +23,7 @@ const ROWS: usize = 4;
 #[target_feature(enable = "avx2,fma")]
 pub(super) fn multiply(m: &TrellisMatrix<'_>, x: &Activations, out: &mut [f32]) {
     let n = m.check(x, out);
-    let (windows, tables) = (Windows::new(m.trellis), differences(m.tables));
+    let (windows, tables) = (Windows::new(m.trellis), differences(&m.tables));
     for four in 0..m.rows.div_ceil(ROWS) {
         let mut v = 0;
         while v < n {
