@@ -1,6 +1,8 @@
 //! Formats that are laid out in tiles of rows, as matrices like any other: every set of kernels, every
 //! range of rows, and what is refused.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
 use rill_kernels::{
     Activations, Codec, Inputs, Kernels, LayoutError, Matrix, Mxfp4zMatrix, Trellis,
     TrellisEncoder, TrellisMatrix, TrellisTables,
