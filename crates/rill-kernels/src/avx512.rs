@@ -196,6 +196,7 @@ impl Format for Mxfp4 {
     const SCALED: bool = true;
     const GROUP: Option<usize> = Some(mxfp4::BLOCK);
     const START: f32 = -0.0;
+    const END: f32 = 0.0;
     const ARRANGED: bool = true;
 
     #[target_feature(enable = "avx512f")]

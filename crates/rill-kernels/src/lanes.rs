@@ -70,6 +70,8 @@ macro_rules! products {
             const GROUP: Option<usize> = None;
             /// What a group's sums begin with.
             const START: f32 = 0.0;
+            /// What is added to a row's sum at last: −0 changes nothing, +0 makes +0 of −0.
+            const END: f32 = -0.0;
             /// Whether lanes have another order than inputs.
             const ARRANGED: bool = false;
 
@@ -111,6 +113,7 @@ macro_rules! products {
             const SCALED: bool = F::SCALED;
             const GROUP: Option<usize> = Some(STEP);
             const START: f32 = F::START;
+            const END: f32 = F::END;
             const ARRANGED: bool = F::ARRANGED;
 
             #[target_feature(enable = $features)]
@@ -255,7 +258,7 @@ macro_rules! products {
                 for v in 0..V {
                     // SAFETY: this function has the module's features.
                     let sums = unsafe { F::natural(sums[r - rows.start][v]) };
-                    out[r * n + t + v] = join(to_array(sums));
+                    out[r * n + t + v] = join(to_array(sums)) + F::END;
                 }
             }
             V
@@ -532,7 +535,7 @@ macro_rules! products {
                     }
                     for i in 0..rows {
                         for v in 0..vectors {
-                            out[(r + i) * n + t + v] = join(sums[i][v]);
+                            out[(r + i) * n + t + v] = join(sums[i][v]) + F::END;
                         }
                     }
                 }

@@ -137,8 +137,6 @@ fn products_have_the_bits_of_the_published_nibbles_with_every_kernel() {
     for source in sources() {
         let bytes = Mxfp4zMatrix::encode(&source.matrix()).unwrap();
         let packed = Mxfp4zMatrix::new(source.rows, source.cols, &bytes).unwrap();
-        // No sum is rounded to a zero of either sign, which inputs from 2^(2 − e) on promise; below, with e = 0, they do
-        // not, and still no whole row is.
         for n in [0, 1, 3, 17, 34] {
             let mut x = rng.vector(n * source.cols);
             if n == 3 && source.cols > 0 {
@@ -157,29 +155,36 @@ fn products_have_the_bits_of_the_published_nibbles_with_every_kernel() {
 }
 
 #[test]
-fn only_a_row_whose_every_sum_is_rounded_to_zero_can_lose_the_sign_of_a_zero() {
+fn a_row_whose_every_sum_is_rounded_to_negative_zero_is_zero_with_either_sign_of_its_nibbles() {
     let cols = 64;
     let mut source = Source { rows: 1, cols, codes: vec![0x88; 32], scales: vec![100; 2] };
     // Block 0: a negative product in every partial sum. Block 1: negative zeros, whose sign is what remains.
     source.codes[..8].fill(0x99);
     let bytes = Mxfp4zMatrix::encode(&source.matrix()).unwrap();
     let packed = Mxfp4zMatrix::new(1, cols, &bytes).unwrap();
-    let both = |x: &[f32]| {
-        let mut out = [f32::NAN];
-        packed.multiply(x, 1, &mut out);
-        (published(&source, x, 1)[0].to_bits(), out[0].to_bits())
-    };
-    let negative_zero = (-0.0f32).to_bits();
     // Weights are −2^−28. Times 2^−121 that is the smallest number there is; half of it is rounded to −0.
     let power = |exponent: i32| f32::from_bits(((127 + exponent) as u32) << 23);
     let x = |input: f32| [vec![input; 16], vec![0.0; 16], vec![1.0; 32]].concat();
-    assert_eq!(both(&x(power(-122))), (negative_zero, 0));
-    let (published, found) = both(&x(power(-121)));
-    assert!(published == found && f32::from_bits(found) < 0.0);
-    // One partial sum that is not rounded to −0 is enough.
-    let mut some = x(power(-122));
-    some[3] = 0.0;
-    assert_eq!(both(&some), (0, 0));
+    for (x, expected) in [(x(power(-122)), 0.0), (x(power(-121)), -f32::from_bits(16))] {
+        // As many vectors as take every way through the kernels.
+        for n in [1, 2, 3, 4, 40] {
+            let x = x.repeat(n);
+            let mut out = vec![f32::NAN; n];
+            let check = |name: &str, out: &mut [f32]| {
+                let all = out.iter().all(|y| y.to_bits() == expected.to_bits());
+                assert!(all, "{name}, {n} vectors: {out:?}, not {expected:?}");
+                out.fill(f32::NAN);
+            };
+            for kernels in Kernels::all() {
+                kernels.matmul(&source.matrix(), &x, n, &mut out);
+                check(kernels.name(), &mut out);
+            }
+            for kernels in Mxfp4zKernels::all() {
+                kernels.multiply(&packed, &x, n, &mut out);
+                check(kernels.name(), &mut out);
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! MXFP4: four-bit floats with one power of two per 32 inputs. Codes are nibbles, the low one
 //! the even input; scales are exponent bytes.
 
-use super::{LayoutError, PARTIALS, first, join};
+use super::{LayoutError, PARTIALS, first};
 
 /// Inputs that share one scale.
 pub(crate) const BLOCK: usize = 32;
@@ -61,4 +61,11 @@ pub(crate) fn dot(codes: &[u8], scales: &[u8], x: &[f32]) -> f32 {
         }
     }
     join(p)
+}
+
+/// Joins a row's partial sums. What is added last makes +0 of −0, and changes nothing else: the sign of a weight that
+/// is zero has no say in any result.
+#[inline(always)]
+pub(crate) fn join(p: [f32; PARTIALS]) -> f32 {
+    super::join(p) + 0.0
 }

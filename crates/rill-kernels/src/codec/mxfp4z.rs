@@ -25,14 +25,10 @@
 //! **Padding.** Rows need not be a multiple of 16. Lanes of missing ones take no words, and their states are 0.
 //!
 //! **Zeros.** The encoder writes −0 as +0, which saves 0.116 bits (a ninth of K3's weights are zeros, half of them
-//! negative). Products are still those of the published nibbles, to the last bit, except that a row's result of −0 may
-//! become +0. Proof: the nibble's sign decides the sign of a product that is zero, and no more, so the sums `t` and
-//! `p[j]` of `docs/arithmetic.md` are the same numbers, by induction, differing at most in the sign of a zero; so does what the tree
-//! makes of them. And a result is −0 only if all p[j] are. They begin as +0, from which a sum gets to −0 only by
-//! rounding a negative number to zero: one below 2^−149 in magnitude. Inputs that are 0 or at least 2^(2 − e), e being the
-//! smallest exponent byte, exclude even that. Where e is below 127, such inputs are multiples of 2^(−21 − e), `t` one of 2^(−22 − e),
-//! and times a scale, 2^(e − 127) at least, one of 2^−149, as are then all p[j]; otherwise `t`, like every f32, is a multiple of 2^−149,
-//! and scales are 1 at least. With K3's e of 120 the bound is 2^−118.
+//! negative). Products are still those of the published nibbles, to the last bit: the sign of a nibble that is zero decides the
+//! sign of a product that is zero (or NaN), and no more, so the sums `t` and `p[j]` of `docs/arithmetic.md` are the same numbers, by
+//! induction, differing at most in the sign of a zero; so does what the tree makes of them, and the last
+//! addition makes every zero +0.
 
 use super::LayoutError;
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::*;
-use crate::codec::{PARTIALS, join, mxfp4};
+use crate::codec::{PARTIALS, mxfp4};
 
 /// An MXFP4 matrix (rows, cols), entropy-coded, over borrowed, checked bytes.
 #[derive(Clone, Debug)]
@@ -219,7 +219,7 @@ impl<'a> Mxfp4zMatrix<'a> {
                     }
                 });
                 for (lane, p) in p.iter().take(self.tile_rows(tile)).enumerate() {
-                    out[(tile * TILE + lane) * n + v] = join(*p);
+                    out[(tile * TILE + lane) * n + v] = mxfp4::join(*p);
                 }
             }
         }

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use super::format::Alphabet;
 use super::*;
-use crate::codec::{PARTIALS, join, mxfp4};
+use crate::codec::{PARTIALS, mxfp4};
 
 /// Tiles that are read at a time.
 const TILES: usize = 4;
@@ -90,7 +90,7 @@ fn multiply_tiles<const T: usize>(
         for (v, sums) in vectors.clone().zip(&sums.0) {
             let rows = out[(tile + u) * TILE * n..].chunks_exact_mut(n);
             for (lane, out) in rows.take(m.tile_rows(tile + u)).enumerate() {
-                out[v] = join(std::array::from_fn(|j| sums[j][lane]));
+                out[v] = mxfp4::join(std::array::from_fn(|j| sums[j][lane]));
             }
         }
     }
