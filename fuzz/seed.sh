@@ -66,12 +66,22 @@ container = {
         "gate": matrix(64, 96, "mxfp4", 0, 3072, 192), "up": matrix(64, 96, "mxfp4", 0, 3072, 192),
         "down": matrix(96, 64, "bf16", 0, 12288, 0), "record_bytes": 2 * align,
         "banks": [
-            {"layer": 1, "experts": 2, "stripes": [stripe("experts-00001.rill", 2 * align)]},
-            {"layer": 2, "experts": 3, "stripes": [stripe("fast.rill", align), stripe("slow.rill", align)]},
+            {"layer": 1, "experts": 2, "records": None, "stripes": [stripe("experts-00001.rill", 2 * align)]},
+            {"layer": 2, "experts": 3, "records": None, "stripes": [stripe("fast.rill", align), stripe("slow.rill", align)]},
         ],
     },
 }
-for name, manifest in [("whole", container), ("dense", container | {"experts": None})]:
+# Records of different sizes, the second bank's in two files.
+variable = {
+    "gate": matrix(64, 96, "mxfp4z", 0, 20000, 0), "up": matrix(64, 96, "mxfp4z", 0, 20000, 0),
+    "down": matrix(96, 64, "mxfp4z", 0, 20000, 0), "record_bytes": 4 * align,
+    "banks": [
+        {"layer": 1, "experts": 2, "records": [[3, 2], [0, 3]], "stripes": [stripe("experts-00001.rill", 5 * align)]},
+        {"layer": 2, "experts": 3, "records": [[4, 1], [0, 4], [5, 2]], "stripes": [stripe("fast.rill", align), stripe("slow.rill", 3 * align)]},
+    ],
+}
+for name, experts in [("whole", container["experts"]), ("dense", None), ("variable", variable)]:
+    manifest = container | {"experts": experts}
     text = json.dumps(manifest, indent=2)
     seed("container_manifest", name, (text.removesuffix("\n}") + ",").encode())
 

@@ -368,6 +368,7 @@ fn plan_experts(
     let bank = |&(layer, experts): &(u32, u32)| Bank {
         layer,
         experts,
+        records: None,
         stripes: vec![Stripe {
             directory: 0,
             file: format!("experts-{layer:05}.rill"),

@@ -627,7 +627,7 @@ fn manifest(
     let record_bytes = layout.record_bytes as u64;
     let bank = |(layer, file): &(u32, String)| {
         let stripes = vec![Stripe { directory: 0, file: file.clone(), bytes: record_bytes }];
-        Bank { layer: *layer, experts: shapes.experts.n, stripes }
+        Bank { layer: *layer, experts: shapes.experts.n, records: None, stripes }
     };
     let file = |(name, bytes): &(String, Vec<u8>)| SmallFile {
         name: name.clone(),

@@ -116,7 +116,7 @@ pub struct Experts {
     pub up: Matrix,
     /// w2.
     pub down: Matrix,
-    /// Size of every record.
+    /// Size of the largest record; of every record, where the formats' lengths do not differ.
     pub record_bytes: u64,
     /// One per mixture layer, by ascending layer.
     pub banks: Vec<Bank>,
@@ -132,7 +132,7 @@ pub struct Matrix {
     pub cols: u64,
     /// How it is stored.
     pub codec: Codec,
-    /// Bytes of codes.
+    /// Bytes of codes; of a format whose lengths differ, the most that one has.
     pub code_bytes: u64,
     /// Bytes of scales.
     pub scale_bytes: u64,
@@ -146,8 +146,47 @@ pub struct Bank {
     pub layer: u32,
     /// Records in it.
     pub experts: u32,
+    /// Of every expert, where its record begins and how large it is, in units of [`ALIGN`]; nothing
+    /// where all records have the same size.
+    #[serde(deserialize_with = "Option::deserialize")]
+    pub records: Option<Vec<[u64; 2]>>,
     /// The files it lies in.
     pub stripes: Vec<Stripe>,
+}
+
+impl Bank {
+    /// How many bytes of a record lie in each stripe.
+    pub fn divide(&self, record_bytes: u64) -> impl Iterator<Item = u64> {
+        const UNIT: u128 = ALIGN as u128;
+        // Nothing overflows here, not even before a manifest has been checked.
+        let all: u128 = self.stripes.iter().map(|stripe| u128::from(stripe.bytes) / UNIT).sum();
+        let n = u128::from(record_bytes) / UNIT;
+        let (mut before, mut taken) = (0, 0);
+        self.stripes.iter().map(move |stripe| {
+            before += u128::from(stripe.bytes) / UNIT;
+            // Rounded up, so that the header is in the first stripe.
+            let end = (before * n).div_ceil(all.max(1));
+            let part = (end - taken) * UNIT;
+            taken = end;
+            u64::try_from(part).unwrap_or(u64::MAX)
+        })
+    }
+
+    /// Sizes of the stripes' files.
+    pub fn file_bytes(&self) -> Vec<u64> {
+        let Some(records) = &self.records else {
+            let bytes = |stripe: &Stripe| stripe.bytes.saturating_mul(u64::from(self.experts));
+            return self.stripes.iter().map(bytes).collect();
+        };
+        let mut sums = vec![0u64; self.stripes.len()];
+        for [_, units] in records {
+            for (sum, part) in sums.iter_mut().zip(self.divide(units.saturating_mul(ALIGN as u64)))
+            {
+                *sum = sum.saturating_add(part);
+            }
+        }
+        sums
+    }
 }
 
 /// A part of every record of a bank.
@@ -158,7 +197,7 @@ pub struct Stripe {
     pub directory: usize,
     /// File name.
     pub file: String,
-    /// Bytes of each record that lie here.
+    /// Bytes of each record that lie here; where records differ in size, they are divided in proportion.
     pub bytes: u64,
 }
 
@@ -209,6 +248,8 @@ pub enum CodecName {
     Mxfp4,
     /// Windows into a stream of bits.
     Trellis,
+    /// The same, entropy-coded.
+    Mxfp4z,
 }
 
 impl CodecName {
@@ -226,7 +267,13 @@ impl CodecName {
             CodecName::Q4 => "q4",
             CodecName::Mxfp4 => "mxfp4",
             CodecName::Trellis => "trellis",
+            CodecName::Mxfp4z => "mxfp4z",
         }
+    }
+
+    /// Whether matrices of one shape differ in length.
+    pub fn varies(self) -> bool {
+        self == CodecName::Mxfp4z
     }
 }
 
@@ -401,7 +448,11 @@ impl Manifest {
                         return Err(wrong(name, format!("an end up to {}", run.bytes), found));
                     }
                 };
-                check_codec(&format!("the codec of tensor {:?}", tensor.name), tensor.codec)?;
+                let of_tensor = format!("the codec of tensor {:?}", tensor.name);
+                check_codec(&of_tensor, tensor.codec)?;
+                if tensor.codec.name.varies() {
+                    return Err(wrong(of_tensor, "one of a known length", tensor.codec));
+                }
                 if !names.insert(tensor.name.as_str()) {
                     return Err(wrong(
                         field("tensors"),
@@ -439,9 +490,28 @@ impl Manifest {
         let Some(layout) = RecordLayout::new(matrices) else {
             return Err(wrong("experts", "records that can be addressed", "larger ones"));
         };
-        if experts.record_bytes != layout.record_bytes as u64 {
-            return Err(wrong("experts.record_bytes", layout.record_bytes, experts.record_bytes));
-        }
+        let layout = match layout.varies() {
+            false if experts.record_bytes != layout.record_bytes as u64 => {
+                return Err(wrong(
+                    "experts.record_bytes",
+                    layout.record_bytes,
+                    experts.record_bytes,
+                ));
+            }
+            false => layout,
+            true => {
+                let records = experts.banks.iter().flat_map(|bank| bank.records.iter().flatten());
+                let largest = records.map(|[_, units]| *units).max().unwrap_or(0);
+                let largest = largest.saturating_mul(ALIGN as u64);
+                if experts.record_bytes != largest {
+                    return Err(wrong("experts.record_bytes", largest, experts.record_bytes));
+                }
+                let at_most = layout.record_bytes;
+                layout.with_largest(largest).ok_or_else(|| {
+                    wrong("experts.record_bytes", format!("16384 to {at_most}"), largest)
+                })?
+            }
+        };
         if experts.banks.len() > MAX_BANKS {
             return Err(wrong(
                 "experts.banks",
@@ -479,9 +549,14 @@ impl Manifest {
                 }
                 sum = sum.saturating_add(stripe.bytes);
             }
-            if sum != experts.record_bytes {
+            if !layout.varies() && sum != experts.record_bytes {
                 return Err(wrong(format!("{field}.stripes"), experts.record_bytes, sum));
             }
+            if layout.varies() && !(experts.record_bytes..1 << 62).contains(&sum) {
+                let expected = format!("{} or more", experts.record_bytes);
+                return Err(wrong(format!("{field}.stripes"), expected, sum));
+            }
+            check_records(&format!("{field}.records"), bank, &layout)?;
         }
         Ok(layout)
     }
@@ -513,6 +588,40 @@ fn check_codec(field: &str, codec: Codec) -> Result<(), Wrong> {
                 false => format!("{first} to {last} for {name}"),
             };
             return Err(wrong(format!("{field}.{parameter}"), expected, found));
+        }
+    }
+    Ok(())
+}
+
+/// Records of different sizes must follow one another without gap or overlap; others are not listed.
+fn check_records(field: &str, bank: &Bank, layout: &RecordLayout) -> Result<(), Wrong> {
+    let Some(records) = &bank.records else {
+        return match layout.varies() {
+            true => Err(wrong(field, "a place for every expert", "null")),
+            false => Ok(()),
+        };
+    };
+    if !layout.varies() {
+        return Err(wrong(field, "null, as all records have the same size", "a list"));
+    }
+    if records.len() as u64 != u64::from(bank.experts) {
+        return Err(wrong(field, format!("{} of them", bank.experts), records.len()));
+    }
+    let largest = (layout.record_bytes / ALIGN) as u64;
+    let mut sorted = records.clone();
+    sorted.sort_unstable();
+    let mut end = 0u64;
+    for [first, units] in sorted {
+        if first != end {
+            return Err(wrong(field, format!("a record at {end}"), format!("one at {first}")));
+        }
+        if units == 0 || units > largest {
+            return Err(wrong(field, format!("records of 1 to {largest} units"), units));
+        }
+        // So that no position in a file passes 2^62.
+        end += units;
+        if end > (1 << 62) / ALIGN as u64 {
+            return Err(wrong(field, "an end below 2^62 bytes", format!("{end} units")));
         }
     }
     Ok(())

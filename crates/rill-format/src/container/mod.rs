@@ -73,12 +73,21 @@ pub struct Container {
     manifest: Manifest,
     layout: Option<RecordLayout>,
     trunk: Source,
-    /// Files of each bank's stripes, by index of the bank.
-    banks: Vec<Vec<Source>>,
+    /// By ascending layer.
+    banks: Vec<BankFiles>,
     /// Index of a layer's bank.
     bank_of_layer: HashMap<u32, usize>,
     /// Run and index of each trunk tensor.
     tensors: HashMap<String, (usize, usize)>,
+}
+
+/// A bank's open files.
+#[derive(Debug)]
+struct BankFiles {
+    /// One for each stripe.
+    stripes: Vec<Source>,
+    /// Of every expert, in each stripe: where its record begins. Empty where all have the same size.
+    starts: Vec<u64>,
 }
 
 impl Container {
@@ -129,11 +138,13 @@ impl Container {
         let mut bank_of_layer = HashMap::new();
         for bank in manifest.experts.iter().flat_map(|experts| &experts.banks) {
             bank_of_layer.insert(bank.layer, banks.len());
-            let stripes = bank.stripes.iter().map(|stripe| {
-                let bytes = stripe.bytes.saturating_mul(u64::from(bank.experts));
-                open(stripe.directory, &stripe.file, bytes)
+            let stripes = bank.stripes.iter().zip(bank.file_bytes());
+            let stripes =
+                stripes.map(|(stripe, bytes)| open(stripe.directory, &stripe.file, bytes));
+            banks.push(BankFiles {
+                stripes: stripes.collect::<Result<_, _>>()?,
+                starts: record_starts(bank),
             });
-            banks.push(stripes.collect::<Result<_, _>>()?);
         }
         let mut tensors = HashMap::new();
         for (r, run) in manifest.trunk.runs.iter().enumerate() {
@@ -212,8 +223,15 @@ impl Container {
         self.read_trunk(run.offset + offset + start, out, name)
     }
 
+    /// Bytes of a record; 0 when there is no such expert.
+    pub fn record_bytes(&self, layer: u32, expert: u32) -> usize {
+        let Some(&bank) = self.bank_of_layer.get(&layer) else { return 0 };
+        // A valid manifest's records are smaller than the largest, which can be addressed.
+        self.parts(bank, expert).map(|(_, bytes)| bytes as usize).sum()
+    }
+
     /// Reads a record and checks its header, and with `verify` its payload; returns the payload's
-    /// stored checksum. `out` must have the record's size.
+    /// stored checksum. `out` must have [`record_bytes`](Self::record_bytes).
     ///
     /// # Errors
     /// When there is no such expert, the record cannot be read, or it is not what it should be.
@@ -225,19 +243,18 @@ impl Container {
         out: &mut [u8],
     ) -> Result<u64, FormatError> {
         let place = || format!("the record of layer {layer}, expert {expert}");
-        let bank_index = self.bank_of_layer.get(&layer).copied();
-        let (Some(bank_index), Some(layout)) = (bank_index, &self.layout) else {
+        let Some(&index) = self.bank_of_layer.get(&layer) else {
             return Err(self.no_record(place()));
         };
-        let bank = &self.bank_list()[bank_index];
-        if expert >= bank.experts || out.len() != layout.record_bytes {
+        let bank = &self.bank_list()[index];
+        if expert >= bank.experts || out.len() != self.record_bytes(layer, expert) {
             return Err(self.no_record(place()));
         }
         let mut rest = &mut *out;
-        for (stripe, source) in bank.stripes.iter().zip(&self.banks[bank_index]) {
-            let (part, after) = rest.split_at_mut(stripe.bytes as usize);
+        let stripes = bank.stripes.iter().zip(&self.banks[index].stripes);
+        for ((stripe, source), (position, bytes)) in stripes.zip(self.parts(index, expert)) {
+            let (part, after) = rest.split_at_mut(bytes as usize);
             rest = after;
-            let position = u64::from(expert) * stripe.bytes;
             source.read_exact_at(part, position).map_err(|stopped| {
                 let file = self.file(stripe.directory, &stripe.file);
                 stopped_error(file, place(), position, part.len(), stopped)
@@ -259,20 +276,37 @@ impl Container {
         record: &[u8],
     ) -> Result<u64, FormatError> {
         let place = || format!("the record of layer {layer}, expert {expert}");
-        let bank = self.bank_of_layer.get(&layer).map(|&bank| &self.bank_list()[bank]);
-        let (Some(bank), Some(layout)) = (bank, &self.layout) else {
+        let bank = self.bank_of_layer.get(&layer).copied();
+        let first = bank.and_then(|bank| Some((bank, self.parts(bank, expert).next()?.0)));
+        let (Some((bank, position)), Some(layout)) = (first, &self.layout) else {
             return Err(self.no_record(place()));
         };
-        layout.check(record, layer, expert, verify).map_err(|mismatch| FormatError::Container {
-            file: self.file(bank.stripes[0].directory, &bank.stripes[0].file),
-            what: format!(
-                "{} at byte {}: {}",
-                place(),
-                u64::from(expert) * bank.stripes[0].bytes,
-                mismatch.what
-            ),
-            expected: mismatch.expected,
-            found: mismatch.found,
+        layout.check(record, layer, expert, verify).map_err(|mismatch| {
+            let stripe = &self.bank_list()[bank].stripes[0];
+            FormatError::Container {
+                file: self.file(stripe.directory, &stripe.file),
+                what: format!("{} at byte {position}: {}", place(), mismatch.what),
+                expected: mismatch.expected,
+                found: mismatch.found,
+            }
+        })
+    }
+
+    /// Of every stripe, the first byte and the number of bytes of a record's part; nothing when there
+    /// is no such expert.
+    fn parts(&self, bank: usize, expert: u32) -> impl Iterator<Item = (u64, u64)> {
+        let starts = &self.banks[bank].starts;
+        let bank = &self.bank_list()[bank];
+        let e = expert as usize;
+        let bytes = match &bank.records {
+            _ if expert >= bank.experts => None,
+            Some(records) => Some(records[e][1] * ALIGN as u64),
+            None => Some(bank.stripes.iter().map(|stripe| stripe.bytes).sum()),
+        };
+        let parts = bytes.into_iter().flat_map(|bytes| bank.divide(bytes)).enumerate();
+        parts.map(move |(stripe, bytes)| {
+            let start = starts.get(e * bank.stripes.len() + stripe).copied();
+            (start.unwrap_or(u64::from(expert) * bytes), bytes)
         })
     }
 
@@ -285,9 +319,8 @@ impl Container {
         let trunk = &self.manifest.trunk;
         let mut files = vec![file(trunk.directory, &trunk.file, trunk.bytes)];
         for bank in self.bank_list() {
-            files.extend(bank.stripes.iter().map(|stripe| {
-                file(stripe.directory, &stripe.file, stripe.bytes * u64::from(bank.experts))
-            }));
+            let stripes = bank.stripes.iter().zip(bank.file_bytes());
+            files.extend(stripes.map(|(s, bytes)| file(s.directory, &s.file, bytes)));
         }
         files
     }
@@ -295,18 +328,12 @@ impl Container {
     /// Where the parts of a record lie, in order; nothing when there is no such expert.
     pub fn record_extents(&self, layer: u32, expert: u32) -> Vec<DataExtent> {
         let Some(&index) = self.bank_of_layer.get(&layer) else { return Vec::new() };
-        let banks = self.bank_list();
-        if expert >= banks[index].experts {
-            return Vec::new();
-        }
-        let first = 1 + banks[..index].iter().map(|bank| bank.stripes.len()).sum::<usize>();
-        let stripes = banks[index].stripes.iter().zip(first..);
-        stripes
-            .map(|(stripe, file)| {
-                let offset = u64::from(expert) * stripe.bytes;
-                DataExtent { file, offset, bytes: stripe.bytes }
-            })
-            .collect()
+        let first =
+            1 + self.bank_list()[..index].iter().map(|bank| bank.stripes.len()).sum::<usize>();
+        let parts = self.parts(index, expert).zip(first..);
+        // A small record may have nothing in some stripe.
+        let parts = parts.filter(|((_, bytes), _)| *bytes > 0);
+        parts.map(|((offset, bytes), file)| DataExtent { file, offset, bytes }).collect()
     }
 
     /// Where the codes and the scales of a tensor of the trunk lie.
@@ -421,6 +448,22 @@ impl Container {
             found: "none".to_owned(),
         }
     }
+}
+
+/// Where the records of a bank begin in its stripes, which they lie in in the order of their places.
+fn record_starts(bank: &Bank) -> Vec<u64> {
+    let Some(records) = &bank.records else { return Vec::new() };
+    let mut order: Vec<usize> = (0..records.len()).collect();
+    order.sort_by_key(|&expert| records[expert][0]);
+    let n = bank.stripes.len();
+    let (mut starts, mut ends) = (vec![0; records.len() * n], vec![0; n]);
+    for expert in order {
+        starts[expert * n..][..n].copy_from_slice(&ends);
+        for (end, bytes) in ends.iter_mut().zip(bank.divide(records[expert][1] * ALIGN as u64)) {
+            *end += bytes;
+        }
+    }
+    starts
 }
 
 fn check_sum(file: &str, what: &str, expected: &str, found: u64) -> Result<(), FormatError> {
