@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
 use rill::KernelChoice;
+use rill_convert::ExpertCodec;
 use rill_kernels::{Kernels, NoSuchKernels};
 
 /// Run language models that are larger than memory.
@@ -299,13 +300,20 @@ pub(crate) struct ConvertArgs {
     #[arg(value_name = "DST")]
     pub(crate) destination: Option<PathBuf>,
 
-    /// Format of routed experts; `source` keeps them bit for bit, which those of .waste cannot be
-    #[arg(long, value_enum, default_value_t = Experts::Source)]
-    pub(crate) experts: Experts,
+    /// How much of the model to keep: every bit (lossless), or experts of 3.4 bits a weight (high), 3.0
+    /// (standard) or 2.5 (small), for which the other matrices get 4 bits; --trunk decides otherwise
+    #[arg(long, value_enum, conflicts_with = "experts")]
+    pub(crate) quality: Option<Quality>,
 
-    /// Format of the other matrices; with q4, embedding and head get eight bits
-    #[arg(long, value_enum, default_value_t = Trunk::Source)]
-    pub(crate) trunk: Trunk,
+    /// Format of routed experts: source, f32, q8, q4 or trellis:BITS with 2 to 3.5 bits in steps of an
+    /// eighth; `source` keeps them bit for bit, which those of .waste cannot be
+    #[arg(long, value_name = "FORMAT", default_value = "source", value_parser = experts)]
+    pub(crate) experts: ExpertCodec,
+
+    /// Format of the other matrices; with q4, embedding and head get eight bits. `source`, which keeps
+    /// them bit for bit, unless --quality says otherwise
+    #[arg(long, value_enum)]
+    pub(crate) trunk: Option<Trunk>,
 
     /// Threads that work; 0 means one per core. The result is the same
     #[arg(short, long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
@@ -358,9 +366,9 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
 
-    /// Format of routed experts; `source` is as published
-    #[arg(long, value_enum, default_value_t = Experts::Source, requires = "config")]
-    pub(crate) experts: Experts,
+    /// Format of routed experts: source (as published), f32, q8, q4 or trellis:BITS
+    #[arg(long, value_name = "FORMAT", default_value = "source", value_parser = experts, requires = "config")]
+    pub(crate) experts: ExpertCodec,
 
     /// Format of the other matrices; with q4, embedding and head get eight bits
     #[arg(long, value_enum, default_value_t = Trunk::Source, requires = "config")]
@@ -397,10 +405,11 @@ pub(crate) struct PlanArgs {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum Experts {
-    Source,
-    Q8,
-    Q4,
+pub(crate) enum Quality {
+    Lossless,
+    High,
+    Standard,
+    Small,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -448,10 +457,10 @@ pub(crate) struct SynthArgs {
     #[arg(long, value_enum, default_value_t = Format::Rill)]
     pub(crate) format: Format,
 
-    /// Format of routed experts; without it, as published for Kimi K3 and q4 for Kimi-Linear. In
-    /// .waste they are always vector-quantised
-    #[arg(long, value_enum)]
-    pub(crate) experts: Option<Experts>,
+    /// Format of routed experts: source, f32, q8 or q4; without it, as published for Kimi K3 and q4 for
+    /// Kimi-Linear. In .waste they are always vector-quantised
+    #[arg(long, value_name = "FORMAT", value_parser = experts)]
+    pub(crate) experts: Option<ExpertCodec>,
 
     /// Format of the other matrices; with q4, embedding and head get eight bits
     #[arg(long, value_enum, default_value_t = Trunk::Q4)]
@@ -647,6 +656,27 @@ fn percent(text: &str) -> Result<f64, String> {
         Ok(p) if (0.0..=100.0).contains(&p) => Ok(p),
         _ => Err("expected a number from 0 to 100, such as 1.5".to_owned()),
     }
+}
+
+fn experts(text: &str) -> Result<ExpertCodec, String> {
+    let trellis = |bits: &str| {
+        let rate = bits.parse::<f64>().ok()? * 8.0;
+        let fits = (16.0..=28.0).contains(&rate) && rate.fract() == 0.0;
+        fits.then_some(ExpertCodec::Trellis { rate: rate as u8 })
+    };
+    let codec = match text.split_once(':') {
+        None if text == "source" => Some(ExpertCodec::Source),
+        None if text == "f32" => Some(ExpertCodec::F32),
+        None if text == "q8" => Some(ExpertCodec::Q8),
+        None if text == "q4" => Some(ExpertCodec::Q4),
+        Some(("trellis", bits)) => trellis(bits),
+        _ => None,
+    };
+    codec.ok_or_else(|| {
+        "expected source, f32, q8, q4 or trellis:BITS, 2 to 3.5 bits in steps of 0.125, such as \
+         trellis:2.875"
+            .to_owned()
+    })
 }
 
 fn seconds(text: &str) -> Result<f64, String> {

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use rill::Checkpoint;
 use rill_convert::{
-    Control, ConvertError, ConvertSource, Deletion, ExpertCodec, FirstLayers, Plan, Progress,
-    Reclaim, TrunkCodec, WeightError, deletions, differing_files, open_checkpoint, weight_errors,
+    Control, ConvertError, ConvertSource, Deletion, FirstLayers, Plan, Progress, Quality, Reclaim,
+    TrunkCodec, WeightError, deletions, differing_files, open_checkpoint, weight_errors,
 };
 use rill_format::Waste;
 use rill_format::container::Container;
 use serde_json::json;
 
-use crate::args::{ConvertArgs, Experts, Trunk, VerifyArgs, When};
+use crate::args::{self, ConvertArgs, Trunk, VerifyArgs, When};
 use crate::model;
 use crate::output::{Outcome, bytes, interrupt_flag, note, print, status};
 
@@ -29,10 +29,14 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
         true => Some(rill::describe(model::folder(Some(&args.source))?)?),
         false => None,
     };
-    let (experts, trunk) = (expert_codec(args.experts), trunk_codec(args.trunk));
     let cut = args.layers.map(|layers| FirstLayers::new(source.get(), layers)).transpose()?;
     let model = cut.as_ref().map_or(source.get(), |cut| cut);
-    let plan = Plan::new(model, experts, trunk)?.spread(&args.spread)?;
+    let (experts, trunk) = match args.quality {
+        None => (args.experts, TrunkCodec::Source),
+        Some(asked) => quality(asked).codecs(model)?,
+    };
+    let plan =
+        Plan::new(model, experts, args.trunk.map_or(trunk, trunk_codec))?.spread(&args.spread)?;
     if args.estimate {
         print(format!(
             "container   {}\ntrunk       {}\nexperts     {} in {} records of {}\nsource      {}\n",
@@ -224,11 +228,12 @@ fn to_json(error: &WeightError) -> serde_json::Value {
     })
 }
 
-pub(crate) fn expert_codec(asked: Experts) -> ExpertCodec {
+fn quality(asked: args::Quality) -> Quality {
     match asked {
-        Experts::Source => ExpertCodec::Source,
-        Experts::Q8 => ExpertCodec::Q8,
-        Experts::Q4 => ExpertCodec::Q4,
+        args::Quality::Lossless => Quality::Lossless,
+        args::Quality::High => Quality::High,
+        args::Quality::Standard => Quality::Standard,
+        args::Quality::Small => Quality::Small,
     }
 }
 

@@ -7,9 +7,11 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use rill::plan::{Budget, Plan, PlanOptions, Recode, Sizes};
 use rill::{EngineOptions, Folder};
+use rill_convert::{ExpertCodec, TRELLIS_WIDTH};
+use rill_kernels::Trellis;
 use serde_json::{Map, json};
 
-use crate::args::{Experts, PlanArgs, Trunk};
+use crate::args::{PlanArgs, Trunk};
 use crate::model;
 use crate::output::{Outcome, bytes, print};
 
@@ -57,9 +59,13 @@ fn sizes(args: &PlanArgs) -> Result<(String, Sizes)> {
     if let Some(path) = &args.config {
         let name = path.display().to_string();
         let experts = match args.experts {
-            Experts::Source => Recode::Source,
-            Experts::Q8 => Recode::Q8,
-            Experts::Q4 => Recode::Q4,
+            ExpertCodec::Source => Recode::Source,
+            ExpertCodec::F32 => Recode::F32,
+            ExpertCodec::Q8 => Recode::Q8,
+            ExpertCodec::Q4 => Recode::Q4,
+            ExpertCodec::Trellis { rate } => {
+                Recode::Trellis(Trellis::new(rate.into(), TRELLIS_WIDTH as usize)?)
+            }
         };
         let trunk = match args.trunk {
             Trunk::Source => Recode::Source,

@@ -17,10 +17,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rill_format::container::{
-    self, Checksum, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex,
+    self, Checksum, CodecName, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex,
 };
 use rill_format::{Checkpoint, Folder};
-use rill_kernels::Matrix;
+use rill_kernels::{Codec, Matrix};
 
 use crate::disk::{LineFile, OutFile, allocated_bytes, available_bytes, io_error, sync_folder};
 use crate::error::ConvertError;
@@ -28,6 +28,7 @@ use crate::note::{NOTE, Note, SourceFile};
 use crate::plan::Plan;
 use crate::reclaim::{self, Deletion, Ledger, Reclaim, Reclaimed};
 use crate::source::{ConvertSource, Form, SourceTensor, StoredBytes, kernel_codec};
+use crate::trellis;
 
 const LOG: &str = "convert.log";
 /// Source bytes that one task holds at a time while it works through a tensor of the trunk.
@@ -520,6 +521,11 @@ fn transcode(
     let layout_error = |source| ConvertError::Layout { tensor: tensor.to_owned(), source };
     let target = kernel_codec(codec).map_err(layout_error)?;
     let (rows, cols) = (rows as usize, cols as usize);
+    if let Codec::Trellis(trellis) = target
+        && form.is(container::Codec::plain(CodecName::Mxfp4))
+    {
+        return trellis::pack(trellis, (rows, cols), &codes, &scales).map_err(layout_error);
+    }
     let row = target.layout(1, cols).map_err(layout_error)?;
     if form.is(codec) {
         // Checks the scales as well: NaN must not get into a container.

@@ -597,8 +597,14 @@ fn matrix_shapes(experts: &shapes::Experts) -> [(u64, u64); 3] {
 fn record_layout(shapes: &Shapes, option: ExpertCodec) -> Result<RecordLayout, ConvertError> {
     let group = GROUP as usize;
     let codec = match option {
+        ExpertCodec::F32 => Codec::F32,
         ExpertCodec::Q8 => Codec::Q8 { group },
         ExpertCodec::Q4 => Codec::Q4 { group },
+        ExpertCodec::Trellis { .. } => {
+            let reason = "trellis experts cannot be made up; choose --experts source, q8 or q4";
+            let (tensor, reason) = ("the experts".to_owned(), reason.to_owned());
+            return Err(ConvertError::Tensor { tensor, reason });
+        }
         ExpertCodec::Source if shapes.experts.mxfp4 => Codec::Mxfp4,
         ExpertCodec::Source => Codec::Bf16,
     };

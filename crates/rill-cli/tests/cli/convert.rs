@@ -142,6 +142,43 @@ fn a_container_answers_like_its_checkpoint() {
 }
 
 #[test]
+fn qualities_are_formats_that_belong_together() {
+    for (quality, experts, trunk, errors_of_experts) in [
+        ("lossless", "mxfp4", "bf16", 0.0..=0.0),
+        ("high", "trellis of 3.25 bits", "q4", 0.05..=0.10),
+        ("standard", "trellis of 2.875 bits", "q4", 0.10..=0.14),
+        ("small", "trellis of 2.375 bits", "q4", 0.15..=0.20),
+    ] {
+        let (_folder, path) = container("fixtures/k3-tiny", &["--quality", quality]);
+        let source = repository("fixtures/k3-tiny");
+        let text = rill(args!["verify", "--json", &path, "--source", source]).done();
+        let errors = json(&text)["weight_errors"].as_array().unwrap().clone();
+        let of = |error: &Value| error["format"].as_str().unwrap().to_owned();
+        let (expert, other): (Vec<&Value>, Vec<&Value>) =
+            errors.iter().partition(|error| error["experts"] == true);
+        assert!(!expert.is_empty() && expert.iter().all(|e| of(e) == experts), "{text}");
+        for error in expert {
+            let mean = error["mean"].as_f64().unwrap();
+            assert!(errors_of_experts.contains(&mean), "{quality}: {error}");
+        }
+        assert!(other.iter().any(|error| of(error).starts_with(trunk)), "{text}");
+    }
+    let to = tempfile::tempdir().unwrap();
+    let source = repository("fixtures/k3-tiny");
+    let both = args!["convert", &source, to.path(), "--quality", "high", "--experts", "q8"];
+    let message = rill(both).misused();
+    assert!(message.contains("--quality") && message.contains("--experts"), "{message}");
+    for wrong in ["q5", "trellis", "trellis:3.1", "trellis:3.625", "trellis:x", "q8:3"] {
+        let message = rill(args!["convert", &source, to.path(), "--experts", wrong]).misused();
+        assert!(message.contains("trellis:2.875") && message.contains(wrong), "{message}");
+    }
+    // Nothing that is in plain numbers becomes trellis experts.
+    let linear = repository("fixtures/kimi-linear-tiny");
+    let message = rill(args!["convert", linear, to.path(), "--quality", "small"]).failed();
+    assert!(message.contains("MXFP4") && message.contains("--experts q4"), "{message}");
+}
+
+#[test]
 fn a_container_is_described_with_its_fingerprint_and_bits() {
     for (options, trunk, experts) in
         [(&[][..], "bf16", "mxfp4 "), (&["--experts", "q4", "--trunk", "q8"], "q8", "q4 ")]

@@ -3,7 +3,7 @@
 
 use rill_format::Folder;
 use rill_format::container::{ALIGN, HEADER_BYTES, PART_ALIGN};
-use rill_kernels::Codec;
+use rill_kernels::{Codec, Trellis};
 use serde_json::Value;
 
 use crate::config::{AttentionKind, ExpertFormat, FfnKind, ModelConfig};
@@ -25,10 +25,14 @@ pub enum Recode {
     /// As published.
     #[default]
     Source,
+    /// Plain numbers.
+    F32,
     /// Bytes with f16 scales.
     Q8,
     /// Four bits with f16 scales. In the trunk embedding, head and vision get eight.
     Q4,
+    /// Windows into a stream of bits; in the trunk the same as `Q4`.
+    Trellis(Trellis),
 }
 
 /// What a model takes, in bytes. Nothing here depends on the machine or the budget.
@@ -144,8 +148,9 @@ impl Sizes {
         let vision = vision_weights(config_json).unwrap_or(0);
         let vision_bytes = match trunk {
             Recode::Source => vision.saturating_mul(2),
+            Recode::F32 => vision.saturating_mul(4),
             // Eight bits and a scale of sixteen for every 128.
-            Recode::Q8 | Recode::Q4 => vision.saturating_add(vision / 64),
+            Recode::Q8 | Recode::Q4 | Recode::Trellis(_) => vision.saturating_add(vision / 64),
         };
         let moe_layers = config.layer_counts()[3] as u64;
         let n_records = moe_layers * config.moe.n_experts as u64;
@@ -283,8 +288,10 @@ fn record_bytes(config: &ModelConfig, experts: Recode) -> u64 {
 fn recoded(recode: Recode, published: Codec) -> Codec {
     match recode {
         Recode::Source => published,
+        Recode::F32 => Codec::F32,
         Recode::Q8 => Codec::Q8 { group: GROUP },
         Recode::Q4 => Codec::Q4 { group: GROUP },
+        Recode::Trellis(trellis) => Codec::Trellis(trellis),
     }
 }
 
