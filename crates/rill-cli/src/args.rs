@@ -229,6 +229,11 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) perplexity: Option<PathBuf>,
 
+    /// Also compare with this model, from which the other was made: how far what is expected next and each
+    /// layer's output are from the original's
+    #[arg(long, value_name = "PATH", requires = "perplexity", conflicts_with_all = ["text", "file", "ids"])]
+    pub(crate) against: Option<PathBuf>,
+
     /// Tokens of one perplexity window, each started with BOS and fresh state
     #[arg(long, value_name = "N", default_value_t = 255, requires = "perplexity", conflicts_with_all = ["text", "file", "ids"], value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) window: u32,

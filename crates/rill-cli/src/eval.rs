@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 use rill::{
-    Engine, Error, LayerIdx, Logits, Observer, Perplexity, RunCounters, Tokenizer, likelier_first,
+    Comparison, Engine, Error, LayerIdx, Logits, Observer, Perplexity, RunCounters, Tokenizer,
+    likelier_first,
 };
 use serde_json::json;
 
-use crate::args::EvalArgs;
+use crate::args::{EvalArgs, ModelArgs};
 use crate::model::{Model, Needs};
 use crate::output::{Outcome, interrupt_flag, print, write_file};
 use crate::{prompt, stats};
@@ -163,13 +164,22 @@ fn perplexity(args: &EvalArgs, path: &Path) -> Result<Outcome> {
     let needs = Needs { context, logits: context.min(Perplexity::POSITIONS) };
     let engine = model.open(&args.engine, needs)?;
     let show_progress = io::stderr().is_terminal();
-    let result = engine.perplexity(&ids, args.window as usize, &mut |done, all| {
+    let mut progress = |done: usize, all: usize| {
         if show_progress {
             let end = if done == all { "\n" } else { "" };
             let _ = write!(io::stderr(), "\rwindow {done} of {all}{end}");
         }
         ControlFlow::Continue(())
-    });
+    };
+    if let Some(against) = &args.against {
+        let reference = Model::find(&ModelArgs { model: Some(against.clone()) })?;
+        let reference = reference.open(&args.engine, needs)?;
+        let compared = engine.compare(&reference, &ids, context, &mut progress);
+        let compared = compared.with_context(|| path.display().to_string())?;
+        print(comparison(args, &compared))?;
+        return Ok(Outcome::Done);
+    }
+    let result = engine.perplexity(&ids, context, &mut progress);
     if let Err(error @ Error::TextTooShort { .. }) = result {
         return Err(error).with_context(|| path.display().to_string());
     }
@@ -188,4 +198,32 @@ fn perplexity(args: &EvalArgs, path: &Path) -> Result<Outcome> {
         print(format!("perplexity {perplexity:.4} over {tokens} tokens in {windows} windows\n"))?;
     }
     Ok(Outcome::Done)
+}
+
+fn comparison(args: &EvalArgs, found: &Comparison) -> String {
+    let Perplexity { perplexity, tokens, windows } = found.perplexity;
+    if args.json {
+        let result = json!({
+            "perplexity": perplexity,
+            "reference_perplexity": found.reference_perplexity,
+            "kl_divergence": found.kl_divergence,
+            "agreement": found.agreement,
+            "layer_errors": found.layer_errors,
+            "tokens": tokens,
+            "windows": windows,
+        });
+        return format!("{result}\n");
+    }
+    let mut text = format!(
+        "perplexity {perplexity:.4}, {:.4} of the other model, over {tokens} tokens in {windows} windows\n\
+         divergence {:.6} nats a token, the same token likeliest {:.2} % of the time\n\n\
+         layer     error of its output\n",
+        found.reference_perplexity,
+        found.kl_divergence,
+        100.0 * found.agreement,
+    );
+    for (layer, error) in found.layer_errors.iter().enumerate() {
+        text.push_str(&format!("{layer:>5}  {error:>10.6}\n"));
+    }
+    text
 }

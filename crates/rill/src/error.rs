@@ -171,6 +171,18 @@ pub enum Error {
         expected: &'static str,
     },
 
+    /// Two models that cannot be compared.
+    #[error(
+        "this model has {found:?} layers, hidden values and tokens, the one to compare with {expected:?}; \
+         compare a container with what it was made from"
+    )]
+    OtherModel {
+        /// Layers, hidden size and vocabulary.
+        found: [usize; 3],
+        /// Those of the other model.
+        expected: [usize; 3],
+    },
+
     /// Text too short to compute a perplexity over.
     #[error("the text has {found} tokens; one window takes {needed}")]
     TextTooShort {

@@ -21,6 +21,7 @@
 
 pub mod config;
 
+mod comparison;
 mod compute;
 mod counters;
 mod describe;
@@ -45,6 +46,7 @@ mod trunk;
 mod turns;
 mod weights;
 
+pub use comparison::Comparison;
 pub use counters::{Bound, Pace, RunCounters};
 pub use describe::{Description, FormatShare, describe};
 pub use engine::{

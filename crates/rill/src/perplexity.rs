@@ -59,7 +59,7 @@ impl Engine {
 
 /// Negative log-likelihood of `id`, in nats. A statistic, not part of the model: it may use the
 /// system's mathematics.
-fn surprise(logits: &[f32], id: u32) -> f64 {
+pub(crate) fn surprise(logits: &[f32], id: u32) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let total: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
     total.ln() - f64::from(logits[id as usize] - max)

@@ -285,6 +285,46 @@ fn a_full_disk_under_a_dump_leaves_the_old_file_and_nothing_else() {
 }
 
 #[test]
+fn a_model_is_compared_with_the_one_it_was_made_from() {
+    let folder = tempfile::tempdir().unwrap();
+    let (text, container) = (folder.path().join("text"), folder.path().join("container"));
+    let held_out = std::fs::read(repository("models/k3-nano/heldout.txt")).unwrap();
+    std::fs::write(&text, &held_out[..2000]).unwrap();
+    let nano = repository("models/k3-nano");
+    rill(args!["convert", &nano, &container, "--experts", "q4"]).done();
+    let compare = |model: &std::path::Path| {
+        let args = args!["eval", "--perplexity", &text, "--window", "100", "-m", model];
+        let args = [args, args!["--against", &nano, "--json"]].concat();
+        json(&rill(args).done())
+    };
+    let number = |found: &Value, name: &str| found[name].as_f64().unwrap();
+    let same = compare(&nano);
+    assert_eq!(number(&same, "perplexity"), number(&same, "reference_perplexity"));
+    assert!(number(&same, "kl_divergence").abs() < 1e-12 && number(&same, "agreement") == 1.0);
+    let layers = |found: &Value| -> Vec<f64> {
+        found["layer_errors"].as_array().unwrap().iter().map(|e| e.as_f64().unwrap()).collect()
+    };
+    assert!(layers(&same).iter().all(|&error| error == 0.0), "{same}");
+
+    let packed = compare(&container);
+    assert_eq!(number(&packed, "reference_perplexity"), number(&same, "perplexity"));
+    assert!((1e-6..0.1).contains(&number(&packed, "kl_divergence")), "{packed}");
+    assert!((0.5..1.0).contains(&number(&packed, "agreement")), "{packed}");
+    // Of those layers that have experts.
+    let errors = layers(&packed);
+    assert_eq!(errors[0], 0.0, "the first layer is dense");
+    assert!(errors[1..].iter().all(|error| (1e-4..0.2).contains(error)), "{errors:?}");
+
+    let args = args!["eval", "--perplexity", &text, "--window", "100", "-m", &container];
+    let text = rill([args, args!["--against", &nano]].concat()).done();
+    assert!(text.contains("nats a token") && text.contains("error of its output"), "{text}");
+    let tiny = repository("fixtures/k3-tiny");
+    let args = args!["eval", "--perplexity", repository("models/k3-nano/heldout.txt")];
+    let message = rill([args, args!["--against", tiny]].concat()).failed();
+    assert!(message.contains("layers"), "{message}");
+}
+
+#[test]
 fn the_perplexity_of_the_held_out_text_is_what_float64_found() {
     let text = repository("models/k3-nano/heldout.txt");
     let result = json(&rill(args!["eval", "--json", "--perplexity", text]).done());
