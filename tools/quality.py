@@ -3,8 +3,8 @@
 
     cargo build --release -p rill-cli && tools/quality.py target/release/rill [--capitals]
 
-Perplexity takes about 40 seconds of one core for each of the nine containers; --capitals also asks for the capital of
-every country the model was shown, which takes a minute more for each.
+Each container takes about half a minute of two cores; --capitals also asks for the capital of every country the
+model was shown, which takes as long again.
 """
 
 import json
@@ -15,7 +15,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models/k3-nano"
-FORMATS = ["source", "q8", "q4"]
+TRUNKS = ["source", "q8", "q4"]
+# What is measured: experts and trunk.
+CASES = [
+    *((experts, "source") for experts in ["source", "q8", "q4"]),
+    *((f"trellis:{bits}", "source") for bits in [3.5, 3.25, 3, 2.875, 2.75, 2.5, 2.375, 2.25, 2]),
+    *(("source", trunk) for trunk in TRUNKS[1:]),
+    *((experts, trunk) for experts in ["q8", "q4"] for trunk in TRUNKS[1:]),
+    *((f"trellis:{bits}", "q4") for bits in [3.25, 2.875, 2.375]),
+]
+# Formats of the qualities there are; their layers are shown one by one.
+QUALITIES = {
+    "lossless": ("source", "source"),
+    "high": ("trellis:3.25", "q4"),
+    "standard": ("trellis:2.875", "q4"),
+    "small": ("trellis:2.375", "q4"),
+}
 
 
 def rill(program, *args):
@@ -45,10 +60,11 @@ def measure(program, experts, trunk, ask):
             # Norms, vectors and routers stay as published in every container.
             "trunk": mean_error([c for c in classes if not c["experts"] and is_matrix(c["class"])]),
         }
-        text = MODEL / "heldout.txt"
-        found["perplexity"] = json.loads(
-            rill(program, "eval", "--perplexity", text, "--json", "-m", container)
-        )["perplexity"]
+        info = json.loads(rill(program, "info", container, "--json"))
+        formats = info["expert_formats"].values()
+        found["bits"] = 8 * sum(f["bytes"] for f in formats) / sum(f["weights"] for f in formats)
+        compare = ["eval", "--perplexity", MODEL / "heldout.txt", "--against", MODEL, "--json", "-m"]
+        found |= json.loads(rill(program, *compare, container))
         if ask:
             found["capitals"] = 0
             for line in (ROOT / "crates/rill/tests/data/capitals.tsv").read_text().splitlines():
@@ -71,46 +87,62 @@ def error(pair):
 
 def main():
     program, ask = sys.argv[1], "--capitals" in sys.argv[2:]
-    rows = []
-    reference = None
-    for experts in FORMATS:
-        for trunk in FORMATS:
-            found = measure(program, experts, trunk, ask)
-            reference = reference or found["perplexity"]
-            cells = [
-                experts,
-                trunk,
-                f"{found['bytes'] / 1e6:.2f} MB",
-                error(found["experts"]),
-                error(found["trunk"]),
-                f"{found['perplexity']:.4f}",
-                f"{100 * (found['perplexity'] / reference - 1):+.2f} %",
-            ]
-            if ask:
-                cells.append(str(found["capitals"]))
-            rows.append("| " + " | ".join(cells) + " |")
-            print(rows[-1], flush=True)
-    head = ["experts", "trunk", "container", "error of experts", "error of trunk", "perplexity", "change"]
-    if ask:
-        head.append("capitals of 242")
-    table = "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows])
+    rows, layers = [], {}
+    for experts, trunk in CASES:
+        found = measure(program, experts, trunk, ask)
+        cells = [
+            experts,
+            trunk,
+            f"{found['bits']:.2f}",
+            error(found["experts"]),
+            error(found["trunk"]),
+            f"{found['kl_divergence']:.5f}",
+            f"{100 * found['agreement']:.1f} %",
+            f"{found['perplexity']:.4f}",
+            f"{100 * (found['perplexity'] / found['reference_perplexity'] - 1):+.2f} %",
+        ]
+        if ask:
+            cells.append(str(found["capitals"]))
+        rows.append(cells)
+        layers[experts, trunk] = found["layer_errors"]
+        print(*cells, sep=" | ", flush=True)
+    head = ["experts", "trunk", "bits", "error of experts", "error of trunk", "divergence", "same token"]
+    head += ["perplexity", "change"] + ["capitals of 242"] * ask
+    names = [name for name in QUALITIES if name != "lossless"]
+    errors = zip(*(layers[QUALITIES[name]] for name in names))
+    by_layer = [[str(i), *(f"{100 * e:.2f} %" for e in of)] for i, of in enumerate(errors)]
     flag = " --capitals" if ask else ""
-    (ROOT / "docs/quality.md").write_text(f"""# What smaller formats cost
+    # What stands below the tables is written by hand.
+    page = ROOT / "docs/quality.md"
+    _, _, by_hand = page.read_text().partition(BY_HAND)
+    page.write_text(f"""# What smaller formats cost
 
-k3-nano, converted every way that `rill convert` offers. Perplexity is that of its held-out text (`rill eval --perplexity`), errors are
-‖w − w′‖ / ‖w‖ against the checkpoint (`rill verify --source`): the mean over tensors, then the worst tensor. The trunk's error is over the
-matrices that `--trunk` can change. Written by
+k3-nano, converted in many ways (`rill convert --experts … --trunk …`). Perplexity is that of its held-out text, divergence and how often the same
+token is likeliest are against the published model (`rill eval --perplexity … --against …`), errors are ‖w − w′‖ / ‖w‖ against the
+checkpoint (`rill verify --source`): the mean over tensors, then the worst tensor. The trunk's error is over the matrices that `--trunk` can
+change. Bits are those stored for a weight of an expert, with scales and tables, without what rounds records up to 16 KiB: k3-nano's tiny
+matrices take more than K3's, for which the table of real rows below counts. Both tables were written by
 
 ```sh
 cargo build --release -p rill-cli && tools/quality.py target/release/rill{flag}
 ```
 
-{table}
+{table(head, rows)}
 
-The experts are published in four bits already (mxfp4): q8 makes them larger and q4 loses a little and saves nothing. Both are there for
-checkpoints in bf16. Here every record is rounded up to the same 16 KiB, so that the container's size shows the trunk alone. A tenth of a percent of
-perplexity and a few capitals are noise: they go up as often as down. What a model other than this one loses has not been measured.
-""")
+Qualities are {", ".join(f"{name}: experts {e}, trunk {t}" for name, (e, t) in QUALITIES.items())}. What each layer alone does to its output,
+‖h − h′‖ / ‖h‖, when it gets the published model's input:
+
+{table(["layer", *names], by_layer)}
+
+{BY_HAND}{by_hand}""")
+
+
+BY_HAND = "## Reading the tables"
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":
