@@ -129,7 +129,7 @@ fn every_machine_makes_the_same_bytes() {
     assert_eq!(hash(&all), FINGERPRINT, "{:#018x}", hash(&all));
 }
 
-const FINGERPRINT: u64 = 0xdf02_b843_0f7a_de0b;
+const FINGERPRINT: u64 = 0x88e4_52f1_041a_34cf;
 
 #[test]
 fn products_have_the_bits_of_the_published_nibbles_with_every_kernel() {
@@ -209,7 +209,7 @@ fn row_ranges_are_the_rows() {
 }
 
 /// Zeros after the last tile.
-const SLACK: usize = 1088;
+const SLACK: usize = 544;
 
 #[test]
 fn bytes_that_are_not_the_matrix_are_refused() {

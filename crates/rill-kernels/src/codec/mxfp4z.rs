@@ -6,19 +6,20 @@
 //!
 //! **Symbols.** All are below 16 and have frequencies that add up to 128. To read one, `slot = state mod 128`
 //! is looked up: the symbol is the one whose range of slots, `first` to `first + frequency`, has it. Then
-//! `state = frequency · ⌊state/128⌋ + slot − first`, and if that is below 2^16 the next word comes in from below:
-//! `state = 2^16 · state + word`. Lanes take their words in ascending order.
+//! `state = frequency · ⌊state/128⌋ + slot − first`. After every one or two symbols, as said below, a state below 2^16
+//! lets the next word in from below: `state = 2^16 · state + word`. Lanes take their words in ascending order. One word
+//! is enough for two symbols, because states had 2^16 before them and symbols take seven bits at most.
 //!
-//! **Blocks.** For every 32 inputs a lane has one symbol i for the exponent, then 32 nibbles, inputs in the order
-//! 0, 16, 1, 17, … 15, 31: the two that MXFP4's arithmetic adds first are neighbours. The exponent is `palette[i]`; where a
-//! matrix has more than sixteen different ones, another symbol k follows and it is `16·i + k`, 255 being read as 254.
+//! **Blocks.** For every 32 inputs a lane has one symbol i for the exponent, then 16 pairs of nibbles, inputs 0 and 16,
+//! 1 and 17, … 15 and 31, which MXFP4's arithmetic adds first. Words come in after the exponent and after every pair. The exponent is `palette[i]`; where a
+//! matrix has more than sixteen different ones, another symbol k follows at once and it is `16·i + k`, 255 being read as 254.
 //! Nibbles have the frequencies of table 0 if `i < split` and of table 1 otherwise, because those of a block depend
 //! on its exponent.
 //!
 //! **Bytes.** A header of 96: palette (16 bytes, ascending, 254 at most), frequencies of i, of k (all 0 if there is a
 //! palette), of nibbles by table 0 and by table 1 (16 each), the split, and 15 zeros. Then for every tile, where it ends, in
 //! words after this directory, as a little-endian u32. Then the tiles: sixteen states and the words, little-endian. Then
-//! 1,088 zeros: as much as a block can take, so that kernels ask once per block whether they are at the end. A block
+//! 544 zeros: as much as a block can take, so that kernels ask once per block whether they are at the end. A block
 //! begins at the end of the last tile at the latest, so any words can be read; damaged ones give other weights.
 //! When a whole tile has been read, all states are 2^16 again, where the encoder began, and the position is the tile's end.
 //!
@@ -57,13 +58,8 @@ const LOWEST: u32 = 1 << 16;
 const HEADER: usize = 96;
 /// Bytes of a tile's states.
 const STATES: usize = 4 * TILE;
-/// Bytes after the last tile: those of a block of which every symbol takes a word in every lane.
-const SLACK: usize = (2 + BLOCK) * 2 * TILE;
-
-/// Input of a block that stands at place `at` of its 32.
-fn input(at: usize) -> usize {
-    at / 2 + at % 2 * (BLOCK / 2)
-}
+/// Bytes after the last tile: those of a block of which the exponent and every pair take a word in every lane.
+const SLACK: usize = (1 + BLOCK / 2) * 2 * TILE;
 
 /// Bytes that a matrix takes at most: those of MXFP4 with a sixty-fourth for what frequencies out of 128
 /// cannot express, and everything around the streams.

@@ -136,21 +136,21 @@ impl Coder {
                 let table = &self.nibbles[usize::from(self.upper[usize::from(e)] >= self.split)];
                 (&source.codes[number * (BLOCK / 2)..][..BLOCK / 2], e, table)
             };
-            for at in (0..BLOCK).rev() {
-                let input = input(at);
+            for input in (0..BLOCK / 2).rev() {
                 for (lane, state) in states[..lanes].iter_mut().enumerate().rev() {
                     let (codes, _, table) = of(lane);
-                    let nibble = merged(codes[input / 2] >> (input % 2 * 4) & 15);
-                    write(table, nibble, state, words);
+                    let nibble = |i: usize| merged(codes[i / 2] >> (i % 2 * 4) & 15);
+                    let pair = [(table, nibble(input)), (table, nibble(BLOCK / 2 + input))];
+                    write(&pair, state, words);
                 }
             }
             for (lane, state) in states[..lanes].iter_mut().enumerate().rev() {
-                if let Some(lower) = &self.lower {
-                    write(lower, of(lane).1 % 16, state, words);
+                let e = of(lane).1;
+                let upper = (&self.exponents, self.upper[usize::from(e)]);
+                match &self.lower {
+                    None => write(&[upper], state, words),
+                    Some(lower) => write(&[upper, (lower, e % 16)], state, words),
                 }
-            }
-            for (lane, state) in states[..lanes].iter_mut().enumerate().rev() {
-                write(&self.exponents, self.upper[usize::from(of(lane).1)], state, words);
             }
         }
         out.extend(states.iter().flat_map(|state| state.to_le_bytes()));
@@ -163,15 +163,20 @@ fn merged(nibble: u8) -> u8 {
     if nibble == 8 { 0 } else { nibble }
 }
 
-/// Undoes reading a symbol.
-fn write(alphabet: &Alphabet, symbol: u8, state: &mut u32, words: &mut Vec<u16>) {
-    let of = |list: &[u8; SYMBOLS]| u32::from(list[usize::from(symbol)]);
-    let (frequency, first) = (of(&alphabet.frequency), of(&alphabet.first));
-    if u64::from(*state) >= u64::from(frequency) << (32 - SLOT_BITS) {
+/// Undoes reading symbols, two at most, and the word that may come in after them.
+fn write(symbols: &[(&Alphabet, u8)], state: &mut u32, words: &mut Vec<u16>) {
+    let of = |list: &[u8; SYMBOLS], symbol: u8| u32::from(list[usize::from(symbol)]);
+    // States below `end · 2^16` become ones below 2^32, those from `end` on ones from 2^16 on.
+    let frequencies = symbols.iter().map(|&(table, symbol)| of(&table.frequency, symbol));
+    let end = frequencies.product::<u32>() << (16 - SLOT_BITS * symbols.len() as u32);
+    if u64::from(*state) >= u64::from(end) << 16 {
         words.push(*state as u16);
         *state >>= 16;
     }
-    *state = (*state / frequency) << SLOT_BITS | (*state % frequency + first);
+    for &(table, symbol) in symbols.iter().rev() {
+        let (frequency, first) = (of(&table.frequency, symbol), of(&table.first, symbol));
+        *state = (*state / frequency) << SLOT_BITS | (*state % frequency + first);
+    }
 }
 
 /// The frequencies, 1 at least for every symbol that occurs, with which `counts` take the fewest bits: every slot goes to the

@@ -49,13 +49,13 @@ impl Alphabet {
         Some(Self { frequency, first, symbol })
     }
 
-    /// The symbol that a state begins with, and the state after it, before any word comes in.
-    fn read(&self, state: u32) -> (u8, u32) {
-        let slot = state % SLOTS as u32;
+    /// The symbol that a state begins with, which is taken from it. No word comes in yet.
+    fn read(&self, state: &mut u32) -> u8 {
+        let slot = *state % SLOTS as u32;
         let symbol = self.symbol[slot as usize];
         let of = |list: &[u8; SYMBOLS]| u32::from(list[usize::from(symbol)]);
-        let state = of(&self.frequency) * (state >> SLOT_BITS) + slot - of(&self.first);
-        (symbol, state)
+        *state = of(&self.frequency) * (*state >> SLOT_BITS) + slot - of(&self.first);
+        symbol
     }
 }
 
@@ -271,21 +271,19 @@ impl<'a> Mxfp4zMatrix<'a> {
             stream.at = stream.at.min(self.limit());
             let mut tables = [&self.nibbles[0]; TILE];
             for (lane, state) in states.iter_mut().enumerate() {
-                let i = stream.read(&self.exponents, state);
-                block.exponents[lane] = i;
-                tables[lane] = &self.nibbles[usize::from(i >= self.split)];
-            }
-            for (lane, state) in states.iter_mut().enumerate() {
-                let e = &mut block.exponents[lane];
-                *e = match &self.lower {
-                    None => self.palette[usize::from(*e)],
-                    Some(lower) => (16 * *e + stream.read(lower, state)).min(254),
+                let i = self.exponents.read(state);
+                block.exponents[lane] = match &self.lower {
+                    None => self.palette[usize::from(i)],
+                    Some(lower) => (16 * i + lower.read(state)).min(254),
                 };
+                tables[lane] = &self.nibbles[usize::from(i >= self.split)];
+                stream.fill(state);
             }
-            for at in 0..BLOCK {
-                let nibbles = &mut block.nibbles[input(at)];
+            for input in 0..BLOCK / 2 {
                 for (lane, state) in states.iter_mut().enumerate() {
-                    nibbles[lane] = stream.read(tables[lane], state);
+                    block.nibbles[input][lane] = tables[lane].read(state);
+                    block.nibbles[BLOCK / 2 + input][lane] = tables[lane].read(state);
+                    stream.fill(state);
                 }
             }
             put(number, &block);
@@ -301,16 +299,13 @@ struct Stream<'a> {
 }
 
 impl Stream<'_> {
-    /// The next symbol of a lane.
-    fn read(&mut self, alphabet: &Alphabet, state: &mut u32) -> u8 {
-        let (symbol, next) = alphabet.read(*state);
-        *state = next;
-        if next < LOWEST {
+    /// Lets a word into the state of a lane, if it needs one.
+    fn fill(&mut self, state: &mut u32) {
+        if *state < LOWEST {
             let word = self.bytes[self.at..].first_chunk().expect("less than a block's slack used");
-            *state = next << 16 | u32::from(u16::from_le_bytes(*word));
+            *state = *state << 16 | u32::from(u16::from_le_bytes(*word));
             self.at += 2;
         }
-        symbol
     }
 }
 

@@ -2,8 +2,10 @@
 //!
 //! The plain algorithm is [`Mxfp4zMatrix::multiply`]. Symbols depend on one another, so several tiles are read at a time, some
 //! blocks of each into a panel of f32 that stays in the nearest cache; then every vector is multiplied by it, and partial
-//! sums are put down between panels, as they are. Lookups of slots ignore all but seven bits of a state and need no
-//! mask. Symbols of table 1 are 16 more, which makes one lookup of frequencies for both tables.
+//! sums are put down between panels, as they are. Four tiles have their slots looked up at once, one in each byte of the
+//! lanes, because looking up 64 bytes in a table of 128 costs as much as three other instructions. Lookups ignore all but the
+//! seven bits of a slot, and the five of a symbol, and need no mask. Symbols of table 1 are 16 more, which makes one
+//! lookup of frequencies for both tables.
 #![expect(unsafe_code, reason = "vector loads and stores")]
 
 use std::arch::x86_64::*;
@@ -14,7 +16,9 @@ use super::*;
 use crate::codec::{PARTIALS, mxfp4};
 
 /// Tiles that are read at a time.
-const TILES: usize = 4;
+const TILES: usize = 8;
+/// Tiles whose slots are looked up at once, one in each byte of a lane.
+const GROUP: usize = 4;
 /// Blocks of a panel: 9 KiB with their scales for each tile.
 const BLOCKS: usize = 4;
 /// Vectors that share decoded weights; their partial sums take 16 KiB for each tile.
@@ -210,40 +214,54 @@ impl Reader {
         block: usize,
     ) {
         let (mut at, mut states, mut rows) = ([0; T], [_mm512_setzero_si512(); T], [0; T]);
-        let mut table1 = [0; T];
         for u in 0..T {
             at[u] = streams[u].at.min(m.limit());
             states[u] = streams[u].states;
             // Known to compilers where it can be: mask registers are few.
             rows[u] = if T == 1 { streams[u].rows } else { u16::MAX };
-            // SAFETY: at the limit at most, followed by slack for three symbols and more.
-            let i =
-                unsafe { step(&self.exponents, 0, m.bytes, &mut at[u], &mut states[u], rows[u]) };
-            let i = _mm512_and_si512(i, _mm512_set1_epi32(SYMBOLS as i32 - 1));
-            table1[u] = _mm512_cmpge_epi32_mask(i, self.split);
-            let e = match &self.lower {
+        }
+        let none = [_mm512_setzero_si512(); T];
+        let low_four = _mm512_set1_epi32(SYMBOLS as i32 - 1);
+        let mut e = step(&self.exponents, &none, &mut states);
+        let mut table1 = none;
+        for u in 0..T {
+            let i = _mm512_and_si512(e[u], low_four);
+            let second = _mm512_cmpge_epi32_mask(i, self.split);
+            // Of the byte that the tile's slots are looked up in.
+            let byte = _mm512_set1_epi32(0xff << (u % GROUP * 8));
+            table1[u / GROUP] =
+                _mm512_mask_or_epi32(table1[u / GROUP], second, table1[u / GROUP], byte);
+            e[u] = match self.lower {
                 None => _mm512_permutexvar_epi32(i, self.palette),
-                Some(lower) => {
-                    // SAFETY: as above.
-                    let k = unsafe { step(lower, 0, m.bytes, &mut at[u], &mut states[u], rows[u]) };
-                    let k = _mm512_and_si512(k, _mm512_set1_epi32(SYMBOLS as i32 - 1));
-                    let e = _mm512_or_si512(_mm512_slli_epi32(i, 4), k);
-                    _mm512_min_epi32(e, _mm512_set1_epi32(254))
-                }
+                Some(_) => _mm512_slli_epi32(i, 4),
             };
+        }
+        if let Some(lower) = &self.lower {
+            let k = step(lower, &none, &mut states);
+            for u in 0..T {
+                let whole = _mm512_or_si512(e[u], _mm512_and_si512(k[u], low_four));
+                e[u] = _mm512_min_epi32(whole, _mm512_set1_epi32(254));
+            }
+        }
+        for u in 0..T {
+            // SAFETY: at the limit at most, followed by slack for the words of a block.
+            unsafe { fill(m.bytes, &mut at[u], &mut states[u], rows[u]) };
             // 2^-127 is subnormal, its only set bit is the highest of the fraction.
-            let scale = _mm512_max_epi32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
+            let scale = _mm512_max_epi32(_mm512_slli_epi32(e[u], 23), _mm512_set1_epi32(1 << 22));
             store(&mut panels[u].scales[block], _mm512_castsi512_ps(scale));
         }
         let values = load(&mxfp4::VALUES);
-        for place in 0..BLOCK {
+        for pair in 0..BLOCK / 2 {
+            for half in 0..2 {
+                let symbols = step(&self.nibbles, &table1, &mut states);
+                for u in 0..T {
+                    let weights = _mm512_permutexvar_ps(symbols[u], values);
+                    store(&mut panels[u].weights[block][2 * pair + half], weights);
+                }
+            }
             for u in 0..T {
-                // SAFETY: at the limit at most before the block, and its slack is for so many symbols.
-                let symbol = unsafe {
-                    step(&self.nibbles, table1[u], m.bytes, &mut at[u], &mut states[u], rows[u])
-                };
-                let weights = _mm512_permutexvar_ps(symbol, values);
-                store(&mut panels[u].weights[block][place], weights);
+                // SAFETY: at the limit at most before the block, whose words the slack has room for.
+                unsafe { fill(m.bytes, &mut at[u], &mut states[u], rows[u]) };
             }
         }
         for u in 0..T {
@@ -252,38 +270,70 @@ impl Reader {
     }
 }
 
-/// The next symbol of every lane, 16 more in those of table 1; other bits than the lowest five have no meaning.
+/// The next symbol of every lane of every tile, 16 more in those of table 1; other bits than the lowest five have no meaning.
+/// `table1`, of every group of tiles, has ones in the bytes of lanes of table 1.
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+#[inline]
+fn step<const T: usize>(
+    tables: &Vectors,
+    table1: &[__m512i; T],
+    states: &mut [__m512i; T],
+) -> [__m512i; T] {
+    let mut symbols = [_mm512_setzero_si512(); T];
+    let [[a, b], [c, d]] = tables.symbols;
+    for first in (0..T).step_by(GROUP) {
+        let mut slots = states[first];
+        if T > 1 {
+            let low = _mm512_set1_epi16(0xff);
+            let pair = |a, b| select(low, a, _mm512_slli_epi32::<8>(b));
+            let (pair0, pair1) = (
+                pair(states[first], states[first + 1]),
+                pair(states[first + 2], states[first + 3]),
+            );
+            slots = select(_mm512_set1_epi32(0xffff), pair0, _mm512_slli_epi32::<16>(pair1));
+        }
+        let of0 = _mm512_permutex2var_epi8(a, slots, b);
+        let of1 = _mm512_permutex2var_epi8(c, slots, d);
+        let all = select(table1[first / GROUP], of1, of0);
+        symbols[first] = all;
+        if T > 1 {
+            symbols[first + 1] = _mm512_srli_epi32::<8>(all);
+            symbols[first + 2] = _mm512_srli_epi32::<16>(all);
+            symbols[first + 3] = _mm512_srli_epi32::<24>(all);
+        }
+    }
+    for u in 0..T {
+        let slot = _mm512_permutex2var_epi32(tables.slots[0], symbols[u], tables.slots[1]);
+        // With y = state / 128: frequency · y + state mod 128 − first is state + (frequency − 128) · y − first.
+        let y = _mm512_srli_epi32(states[u], SLOT_BITS);
+        let more = _mm512_mullo_epi32(_mm512_srai_epi32(slot, 16), y);
+        let first = _mm512_and_si512(slot, _mm512_set1_epi32(0xffff));
+        states[u] = _mm512_add_epi32(_mm512_sub_epi32(states[u], first), more);
+    }
+    symbols
+}
+
+/// Lets words into the states below 2^16.
 ///
 /// # Safety
 /// 32 bytes must be readable at `at`.
-#[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
 #[inline]
-unsafe fn step(
-    tables: &Vectors,
-    table1: __mmask16,
-    bytes: &[u8],
-    at: &mut usize,
-    states: &mut __m512i,
-    rows: __mmask16,
-) -> __m512i {
+unsafe fn fill(bytes: &[u8], at: &mut usize, states: &mut __m512i, rows: __mmask16) {
     debug_assert!(*at + 2 * TILE <= bytes.len());
-    let [[a, b], [c, d]] = tables.symbols;
-    let of0 = _mm512_permutex2var_epi8(a, *states, b);
-    let of1 = _mm512_permutex2var_epi8(c, *states, d);
-    let symbol = _mm512_mask_mov_epi32(of0, table1, of1);
-    let slot = _mm512_permutex2var_epi32(tables.slots[0], symbol, tables.slots[1]);
-    // With y = state / 128: frequency · y + state mod 128 − first is state + (frequency − 128) · y − first.
-    let more =
-        _mm512_mullo_epi32(_mm512_srai_epi32(slot, 16), _mm512_srli_epi32(*states, SLOT_BITS));
-    let less_first = _mm512_sub_epi32(*states, _mm512_and_si512(slot, _mm512_set1_epi32(0xffff)));
-    let next = _mm512_add_epi32(less_first, more);
-    let low = _mm512_mask_cmplt_epu32_mask(rows, next, _mm512_set1_epi32(LOWEST as i32));
+    let low = _mm512_mask_cmplt_epu32_mask(rows, *states, _mm512_set1_epi32(LOWEST as i32));
     // SAFETY: the caller's promise.
     let words = unsafe { _mm256_loadu_si256(bytes.as_ptr().add(*at).cast()) };
     let words = _mm512_maskz_expand_epi32(low, _mm512_cvtepu16_epi32(words));
-    *states = _mm512_mask_or_epi32(next, low, _mm512_slli_epi32(next, 16), words);
+    *states = _mm512_mask_or_epi32(*states, low, _mm512_slli_epi32(*states, 16), words);
     *at += 2 * low.count_ones() as usize;
-    symbol
+}
+
+/// Bits of `a` where `mask` has ones, of `b` elsewhere.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn select(mask: __m512i, a: __m512i, b: __m512i) -> __m512i {
+    _mm512_ternarylogic_epi32::<0xca>(mask, a, b)
 }
 
 #[target_feature(enable = "avx512f")]
