@@ -37,6 +37,8 @@ mod encode;
 mod format;
 mod product;
 #[cfg(target_arch = "x86_64")]
+mod product_avx2;
+#[cfg(target_arch = "x86_64")]
 mod product_avx512;
 
 pub use format::Mxfp4zMatrix;

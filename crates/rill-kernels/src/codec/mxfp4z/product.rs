@@ -20,6 +20,13 @@ impl Mxfp4zKernels {
         #[allow(unused_mut, reason = "only some machines have more")]
         let mut all = vec![Self::SCALAR];
         #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("popcnt")
+        {
+            all.push(Self { name: "avx2", multiply: super::product_avx2::multiply });
+        }
+        #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vbmi")
