@@ -362,13 +362,14 @@ impl ExpertRecords for ContainerExperts {
 
     fn view<'b>(
         &'b self,
-        _layer: LayerIdx,
-        _expert: ExpertId,
+        layer: LayerIdx,
+        expert: ExpertId,
         record: Record<'b>,
         values: Values,
     ) -> Result<Expert<'b>, ExpertError> {
-        let layout = self.container.layout().ok_or(ExpertError::Missing)?;
         let record = record.joined();
+        let layout = self.container.record_layout(layer.0 as u32, expert.0, record);
+        let layout = layout.map_err(ExpertError::Read)?;
         let matrix = |i: usize| {
             let stored = &layout.matrices[i];
             let (rows, cols) = (stored.rows as usize, stored.cols as usize);

@@ -447,11 +447,19 @@ impl WeightSource for Container {
         };
         let Some(layout) = self.layout() else { return stored };
         let n: u64 = self.bank_list().iter().map(|bank| u64::from(bank.experts)).sum();
+        stored.expert_file_bytes = self.bank_list().iter().flat_map(|bank| bank.file_bytes()).sum();
+        let weights: u64 = layout.matrices.iter().map(|m| m.rows * m.cols).sum();
         for m in &layout.matrices {
-            let bytes = m.code_bytes + m.scale_bytes;
+            let bytes = match layout.varies() {
+                false => m.code_bytes + m.scale_bytes,
+                // Of an expert on average, padding and all: only records themselves know better.
+                true => {
+                    let all = u128::from(stored.expert_file_bytes) * u128::from(m.rows * m.cols);
+                    (all / u128::from(n * weights).max(1)) as u64
+                }
+            };
             stored.add(m.codec.name.as_str(), n * m.rows * m.cols, n * bytes);
         }
-        stored.expert_file_bytes = n * layout.record_bytes as u64;
         stored
     }
 
@@ -459,10 +467,15 @@ impl WeightSource for Container {
         let run = |layer| layer_run(self, layer).map_or(0, |run| run.bytes);
         let small: u64 = self.manifest().files.iter().map(|file| file.bytes).sum();
         let experts = self.stored_experts(config).expert_file_bytes;
+        // A place and a size of each record, and where its parts begin.
+        let records =
+            self.bank_list().iter().filter_map(|bank| Some((bank, bank.records.as_ref()?)));
+        let index_bytes =
+            records.map(|(bank, r)| (r.len() * (16 + 8 * bank.stripes.len())) as u64).sum();
         Footprint {
             record_bytes: self.layout().map_or(0, |layout| layout.record_bytes as u64),
             run_bytes: (0..config.layers.len()).map(run).collect(),
-            index_bytes: 0,
+            index_bytes,
             disk_bytes: self.manifest().trunk.bytes + experts + small,
         }
     }

@@ -292,6 +292,21 @@ impl Container {
         })
     }
 
+    /// Where the parts of a record that has been read and checked lie in it.
+    ///
+    /// # Errors
+    /// As for [`check_record`](Self::check_record).
+    pub fn record_layout(
+        &self,
+        layer: u32,
+        expert: u32,
+        record: &[u8],
+    ) -> Result<RecordLayout, FormatError> {
+        self.check_record(layer, expert, false, record)?;
+        let own = self.layout.as_ref().and_then(|l| l.own(record, layer, expert).ok());
+        Ok(own.expect("a checked record has a layout").0)
+    }
+
     /// Of every stripe, the first byte and the number of bytes of a record's part; nothing when there
     /// is no such expert.
     fn parts(&self, bank: usize, expert: u32) -> impl Iterator<Item = (u64, u64)> {
