@@ -674,11 +674,12 @@ fn experts(text: &str) -> Result<ExpertCodec, String> {
         None if text == "f32" => Some(ExpertCodec::F32),
         None if text == "q8" => Some(ExpertCodec::Q8),
         None if text == "q4" => Some(ExpertCodec::Q4),
+        None if text == "mxfp4z" => Some(ExpertCodec::Mxfp4z),
         Some(("trellis", bits)) => trellis(bits),
         _ => None,
     };
     codec.ok_or_else(|| {
-        "expected source, f32, q8, q4 or trellis:BITS, 2 to 3.5 bits in steps of 0.125, such as \
+        "expected source, f32, q8, q4, mxfp4z or trellis:BITS, 2 to 3.5 bits in steps of 0.125, such as \
          trellis:2.875"
             .to_owned()
     })

@@ -66,6 +66,10 @@ fn sizes(args: &PlanArgs) -> Result<(String, Sizes)> {
             ExpertCodec::Trellis { rate } => {
                 Recode::Trellis(Trellis::new(rate.into(), TRELLIS_WIDTH as usize)?)
             }
+            ExpertCodec::Mxfp4z => crate::prompt::usage(
+                "how large mxfp4z experts get is known when they are made; plan with --experts source, \
+                 which they stay below",
+            ),
         };
         let trunk = match args.trunk {
             Trunk::Source => Recode::Source,

@@ -1,9 +1,8 @@
 //! Carrying a plan out.
 //!
 //! The destination first gets `convert.json` (`note.rs`), which names the plan and is locked while
-//! a process is at work. Files are made at their final size; every run and every record is a task
-//! of its own that writes its own bytes, so the result does not depend on order or number of
-//! threads. Tasks go through the source file by file. A record that is whole proves itself by its
+//! a process is at work. Every run and every record is a task of its own that writes its own bytes, in
+//! places that do not depend on the number of threads (`banks.rs` has those of records). Tasks go through the source file by file. A record that is whole proves itself by its
 //! checksums; a finished run is noted in `convert.log` with its checksum and is checked against it.
 //! What was made from a file of the source that has changed since is made again. When all is done
 //! and synced, the manifest is written, and the notes are removed.
@@ -20,8 +19,9 @@ use rill_format::container::{
     self, Checksum, CodecName, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex,
 };
 use rill_format::{Checkpoint, Folder};
-use rill_kernels::{Codec, Matrix};
+use rill_kernels::{Codec, Matrix, Mxfp4zMatrix};
 
+use crate::banks::{Banks, Whole, whole};
 use crate::disk::{LineFile, OutFile, allocated_bytes, available_bytes, io_error, sync_folder};
 use crate::error::ConvertError;
 use crate::note::{NOTE, Note, SourceFile};
@@ -135,18 +135,23 @@ fn carry_out(
                 total_bytes: plan.container_bytes(),
             },
             run_checksums: vec![0; plan.manifest.trunk.runs.len()],
-            record_checksums: plan.banks().iter().map(|b| vec![0; b.experts as usize]).collect(),
+            records: plan
+                .banks()
+                .iter()
+                .map(|b| vec![Whole::default(); b.experts as usize])
+                .collect(),
         }),
         stop: AtomicBool::new(false),
     };
     let next = AtomicUsize::new(0);
     let worker = || -> Result<(), ConvertError> {
+        let _guard = StopOnPanic(&job);
         while !job.stop.load(Ordering::Relaxed) {
             let index = next.fetch_add(1, Ordering::Relaxed);
             if index >= work.tasks.len() {
                 break;
             }
-            job.run(index).inspect_err(|_| job.stop.store(true, Ordering::Relaxed))?;
+            job.run(index).inspect_err(|_| job.end())?;
         }
         Ok(())
     };
@@ -233,6 +238,17 @@ impl Work {
         readers
     }
 
+    /// The experts of every bank in the order of the work.
+    fn orders(&self, plan: &Plan) -> Vec<Vec<u32>> {
+        let mut orders = vec![Vec::new(); plan.banks().len()];
+        for (task, _) in &self.tasks {
+            if let Task::Record { bank, expert } = *task {
+                orders[bank].push(expert);
+            }
+        }
+        orders
+    }
+
     fn deletions(&self, plan: &Plan, reclaim: &Reclaim) -> Vec<Deletion> {
         let mut left = self.readers();
         let mut written_bytes = 0;
@@ -271,7 +287,18 @@ struct State {
     progress: Progress,
     run_checksums: Vec<u64>,
     /// Per bank and expert.
-    record_checksums: Vec<Vec<u64>>,
+    records: Vec<Vec<Whole>>,
+}
+
+/// A worker that panics must not leave others waiting for its record.
+struct StopOnPanic<'a>(&'a Job<'a>);
+
+impl Drop for StopOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.end();
+        }
+    }
 }
 
 /// What deleting shards needs.
@@ -295,6 +322,12 @@ impl Reclaimer<'_> {
 }
 
 impl Job<'_> {
+    /// No further tasks are begun, and nobody waits for another's.
+    fn end(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.target.banks.stop();
+    }
+
     fn run(&self, index: usize) -> Result<(), ConvertError> {
         let (task, read) = &self.work.tasks[index];
         match *task {
@@ -310,18 +343,21 @@ impl Job<'_> {
                         checksum
                     }
                 };
-                self.done(run.bytes, finished.is_some(), |state| {
+                self.done(run.bytes, run.bytes, finished.is_some(), |state| {
                     state.run_checksums[index] = checksum;
                 })?;
             }
             Task::Record { bank, expert } => {
-                let finished = self.target.finished_record(self.plan, bank, expert)?;
-                let checksum = match finished {
-                    Some(checksum) => checksum,
+                let finished = self.target.banks.finished(bank, expert)?;
+                let made = match finished {
+                    Some(record) => Some(record),
                     None => self.write_record(bank, expert)?,
                 };
-                self.done(self.plan.record_bytes(), finished.is_some(), |state| {
-                    state.record_checksums[bank][expert as usize] = checksum;
+                // Others have stopped; so does this one.
+                let Some(record) = made else { return Ok(()) };
+                let most_bytes = self.plan.record_bytes();
+                self.done(record.bytes, most_bytes, finished.is_some(), |state| {
+                    state.records[bank][expert as usize] = record;
                 })?;
             }
         }
@@ -339,9 +375,11 @@ impl Job<'_> {
         Ok(())
     }
 
+    /// Counts what was made of what was planned with `planned_bytes`.
     fn done(
         &self,
         bytes: u64,
+        planned_bytes: u64,
         resumed: bool,
         record: impl FnOnce(&mut State),
     ) -> Result<(), ConvertError> {
@@ -349,6 +387,7 @@ impl Job<'_> {
             let mut state = self.state.lock().expect("no worker panicked");
             record(&mut state);
             state.progress.done_bytes += bytes;
+            state.progress.total_bytes -= planned_bytes - bytes;
             if resumed {
                 state.progress.resumed_bytes += bytes;
             }
@@ -403,9 +442,10 @@ impl Job<'_> {
                     (self.target.run_checksum(run)? == expected, format!("the run {:?}", run.name))
                 }
                 Task::Record { bank, expert } => {
-                    let expected = self.state.lock().expect("no worker panicked").record_checksums
-                        [bank][expert as usize];
-                    let found = self.target.finished_record(self.plan, bank, expert)?;
+                    let expected = self.state.lock().expect("no worker panicked").records[bank]
+                        [expert as usize]
+                        .checksum;
+                    let found = self.target.banks.finished(bank, expert)?.map(|r| r.checksum);
                     let layer = self.plan.banks()[bank].layer;
                     (found == Some(expected), format!("expert {expert} of layer {layer}"))
                 }
@@ -482,29 +522,35 @@ impl Job<'_> {
         Ok(scales)
     }
 
-    /// Builds one record, writes it and returns its payload's checksum.
-    fn write_record(&self, bank: usize, expert: u32) -> Result<u64, ConvertError> {
+    /// Builds one record and writes it; `None` when the conversion has been stopped meanwhile.
+    fn write_record(&self, bank: usize, expert: u32) -> Result<Option<Whole>, ConvertError> {
         let layout = self.plan.layout.as_ref().expect("banks have a layout");
         let sources = self.plan.expert_sources.as_ref().expect("banks have sources");
-        let mut record = vec![0; layout.record_bytes];
         let parts = self.source.read_expert(sources, bank, expert)?;
+        let mut packed = Vec::new();
         for (index, stored) in parts.into_iter().enumerate() {
             let matrix = &layout.matrices[index];
             let name = sources.name(bank, expert, index);
             let form = sources.matrices[index].form;
             let shape = (matrix.rows, matrix.cols);
-            let (codes, scales) = transcode(form, matrix.codec, shape, stored, &name, 0)?;
-            let (code_part, scale_part) = layout.matrix_mut(&mut record, index);
+            packed.push(transcode(form, matrix.codec, shape, stored, &name, 0)?);
+        }
+        let code_bytes = std::array::from_fn(|index| packed[index].0.len() as u64);
+        let own = layout.with_code_bytes(code_bytes).ok_or_else(|| ConvertError::Tensor {
+            tensor: sources.name(bank, expert, 0),
+            reason: "is not as long as its format and shape say; fetch the source again".to_owned(),
+        })?;
+        let mut record = vec![0; own.record_bytes];
+        for (index, (codes, scales)) in packed.into_iter().enumerate() {
+            let (code_part, scale_part) = own.matrix_mut(&mut record, index);
             code_part.copy_from_slice(&codes);
             scale_part.copy_from_slice(&scales);
         }
         let layer = self.plan.banks()[bank].layer;
-        layout.seal(&mut record, layer, expert);
-        let checksum = layout
-            .check(&record, layer, expert, false)
-            .expect("a record that was just sealed is right");
-        self.target.write_record(bank, expert, &record)?;
-        Ok(checksum)
+        own.seal(&mut record, layer, expert);
+        let made = whole(layout, &record, layer, expert, false);
+        let made = made.expect("a record that was just sealed is right");
+        Ok(self.target.banks.write(bank, expert, &record)?.then_some(made))
     }
 }
 
@@ -526,12 +572,19 @@ fn transcode(
     {
         return trellis::pack(trellis, (rows, cols), &codes, &scales).map_err(layout_error);
     }
-    let row = target.layout(1, cols).map_err(layout_error)?;
     if form.is(codec) {
         // Checks the scales as well: NaN must not get into a container.
         Matrix::new(target, rows, cols, &codes, &scales).map_err(layout_error)?;
         return Ok((codes, scales));
     }
+    if codec.name == CodecName::Mxfp4z {
+        // Planned only of MXFP4, whose nibbles it has.
+        let source = Matrix::new(Codec::Mxfp4, rows, cols, &codes, &scales);
+        let mut packed = source.and_then(|s| Mxfp4zMatrix::encode(&s)).map_err(layout_error)?;
+        packed.shrink_to_fit();
+        return Ok((packed, Vec::new()));
+    }
+    let row = target.layout(1, cols).map_err(layout_error)?;
     let weights = form.decode(rows, cols, &codes, &scales).map_err(layout_error)?;
     let (mut codes, mut scales) = (vec![0; rows * row.codes], vec![0; rows * row.scales]);
     for (r, weights) in weights.chunks_exact(cols.max(1)).enumerate() {
@@ -572,8 +625,7 @@ impl RunWriter<'_> {
 struct Target {
     folder: PathBuf,
     trunk: OutFile,
-    /// Per bank and stripe: the file, and the bytes of each record that lie there.
-    banks: Vec<Vec<(OutFile, usize)>>,
+    banks: Banks,
     /// Held, and locked, until the end.
     _note: Note,
     log: Mutex<LineFile>,
@@ -623,15 +675,6 @@ impl Target {
             return Ok(None);
         }
         let trunk = OutFile::open(folder.join(&plan.manifest.trunk.file), plan.trunk_bytes())?;
-        let banks = plan.banks().iter().map(|bank| {
-            let open = |stripe: &Stripe| {
-                let path = stripe_path(folder, plan, stripe);
-                let bytes = stripe.bytes * u64::from(bank.experts);
-                Ok((OutFile::open(path, bytes)?, stripe.bytes as usize))
-            };
-            bank.stripes.iter().map(open).collect()
-        });
-        let banks = banks.collect::<Result<Vec<_>, ConvertError>>()?;
         let (mut log, log_text) = LineFile::open(folder.join(LOG))?;
         let mut finished_runs = parse_log(&log_text);
 
@@ -643,6 +686,7 @@ impl Target {
         let changed: HashSet<String> =
             note.changed(&now).into_iter().filter(|name| !gone.contains(name)).collect();
         let stale = |read: &[usize]| read.iter().any(|&f| changed.contains(&work.files[f]));
+        let mut stale_records = HashSet::new();
         for (task, _) in work.tasks.iter().filter(|(_, read)| stale(read)) {
             match *task {
                 Task::Check(_) => {}
@@ -650,13 +694,14 @@ impl Target {
                     log.append(&format!("{index} -"))?;
                     finished_runs.remove(&index);
                 }
-                Task::Record { bank, expert } => forget_record(&banks, bank, expert)?,
+                Task::Record { bank, expert } => drop(stale_records.insert((bank, expert))),
             }
         }
+        let banks = Banks::open(folder, plan, &work.orders(plan), &|bank, expert| {
+            stale_records.contains(&(bank, expert))
+        })?;
         if !changed.is_empty() {
-            for (stripe, _) in banks.iter().flatten() {
-                stripe.sync()?;
-            }
+            banks.sync()?;
         }
         note.update(&now)?;
         Ok(Some(Self {
@@ -702,7 +747,7 @@ impl Target {
                 _ => None,
             })
             .collect();
-        files.extend(banks.iter().flat_map(|&bank| &self.banks[bank]).map(|(file, _)| file));
+        files.extend(banks.iter().flat_map(|&bank| self.banks.files(bank)));
         for file in files {
             file.sync()?;
             file.drop_cached();
@@ -719,42 +764,6 @@ impl Target {
         log.append(&format!("{index} {}", hex(checksum)))
     }
 
-    /// The payload's checksum of a record that is whole already.
-    fn finished_record(
-        &self,
-        plan: &Plan,
-        bank: usize,
-        expert: u32,
-    ) -> Result<Option<u64>, ConvertError> {
-        let layout = plan.layout.as_ref().expect("banks have a layout");
-        let mut record = vec![0; layout.record_bytes];
-        let mut rest = &mut record[..];
-        for (index, (file, bytes)) in self.banks[bank].iter().enumerate() {
-            let first = index == 0;
-            let (part, after) = rest.split_at_mut(*bytes);
-            let position = u64::from(expert) * *bytes as u64;
-            // Most records of a fresh file are zeros: the start tells without reading the rest.
-            let start = part.len().min(rill_format::container::HEADER_BYTES);
-            file.read_at(&mut part[..start], position)?;
-            if part[..start].iter().all(|&b| b == 0) && first {
-                return Ok(None);
-            }
-            file.read_at(part, position)?;
-            rest = after;
-        }
-        Ok(layout.check(&record, plan.banks()[bank].layer, expert, true).ok())
-    }
-
-    fn write_record(&self, bank: usize, expert: u32, record: &[u8]) -> Result<(), ConvertError> {
-        let mut rest = record;
-        for (file, bytes) in &self.banks[bank] {
-            let (part, after) = rest.split_at(*bytes);
-            file.write_at(part, u64::from(expert) * *bytes as u64)?;
-            rest = after;
-        }
-        Ok(())
-    }
-
     /// Syncs everything and writes the manifest, which makes the folder a container.
     fn finish(self, plan: &Plan, state: &State) -> Result<(), ConvertError> {
         for (file, bytes) in plan.manifest.files.iter().zip(&plan.small_files) {
@@ -763,15 +772,26 @@ impl Target {
             out.sync()?;
         }
         self.trunk.sync()?;
-        for (stripe, _) in self.banks.iter().flatten() {
-            stripe.sync()?;
-        }
+        self.banks.sync()?;
         let mut manifest = plan.manifest.clone();
         for (run, &checksum) in manifest.trunk.runs.iter_mut().zip(&state.run_checksums) {
             run.checksum = hex(checksum);
         }
+        if let (Some(experts), Some(layout)) = (&mut manifest.experts, &plan.layout)
+            && layout.varies()
+        {
+            let records = || state.records.iter().flatten();
+            let most = |i: usize| records().map(|record| record.code_bytes[i]).max().unwrap_or(0);
+            experts.gate.code_bytes = most(0);
+            experts.up.code_bytes = most(1);
+            experts.down.code_bytes = most(2);
+            experts.record_bytes = records().map(|record| record.bytes).max().unwrap_or(0);
+            for (bank, places) in experts.banks.iter_mut().zip(self.banks.places()) {
+                bank.records = places;
+            }
+        }
         let files = plan.small_files.iter().map(|bytes| rill_format::container::checksum(bytes));
-        let records = state.record_checksums.iter().flatten().copied();
+        let records = state.records.iter().flatten().map(|record| record.checksum);
         manifest.fingerprint =
             fingerprint(files.chain(state.run_checksums.iter().copied()).chain(records));
         let aside = OutFile::open(self.folder.join("manifest.json.part"), 0)?;
@@ -836,17 +856,6 @@ fn parse_log(text: &str) -> HashMap<usize, u64> {
     runs
 }
 
-/// Makes a record look as if it had not been written.
-fn forget_record(
-    banks: &[Vec<(OutFile, usize)>],
-    bank: usize,
-    expert: u32,
-) -> Result<(), ConvertError> {
-    let (file, bytes) = &banks[bank][0];
-    let header = vec![0; container::HEADER_BYTES.min(*bytes)];
-    file.write_at(&header, u64::from(expert) * *bytes as u64)
-}
-
 /// Removes files that need not be there.
 pub(crate) fn remove_files(folder: &Path, names: &[&str]) -> Result<(), ConvertError> {
     for name in names {
@@ -862,7 +871,7 @@ pub(crate) fn remove_files(folder: &Path, names: &[&str]) -> Result<(), ConvertE
 }
 
 /// Where a stripe lies.
-fn stripe_path(folder: &Path, plan: &Plan, stripe: &Stripe) -> PathBuf {
+pub(crate) fn stripe_path(folder: &Path, plan: &Plan, stripe: &Stripe) -> PathBuf {
     folder.join(&plan.manifest.directories[stripe.directory]).join(&stripe.file)
 }
 

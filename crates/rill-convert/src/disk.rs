@@ -52,11 +52,26 @@ pub(crate) struct OutFile {
 impl OutFile {
     /// Opens or makes a file and gives it a size; what it holds is kept.
     pub(crate) fn open(path: PathBuf, bytes: u64) -> Result<Self, ConvertError> {
+        let out = Self::open_to_grow(path)?;
+        out.set_bytes(bytes)?;
+        Ok(out)
+    }
+
+    /// Opens or makes a file as large as it is.
+    pub(crate) fn open_to_grow(path: PathBuf) -> Result<Self, ConvertError> {
         let open =
             OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
         let file = open.map_err(|e| io_error(&path, "opening", e))?;
-        file.set_len(bytes).map_err(|e| io_error(&path, "setting its size", e))?;
         Ok(Self { path, file })
+    }
+
+    pub(crate) fn bytes(&self) -> Result<u64, ConvertError> {
+        let metadata = self.file.metadata();
+        Ok(metadata.map_err(|e| io_error(&self.path, "taking its size", e))?.len())
+    }
+
+    pub(crate) fn set_bytes(&self, bytes: u64) -> Result<(), ConvertError> {
+        self.file.set_len(bytes).map_err(|e| io_error(&self.path, "setting its size", e))
     }
 
     /// Lets what was synced be read from the drive again, where the system can be told.

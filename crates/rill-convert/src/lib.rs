@@ -5,6 +5,7 @@
 //! it stopped and ends with the same bytes, on any number of threads. The manifest is written
 //! last and makes the folder a container.
 
+mod banks;
 mod config;
 mod convert;
 mod disk;

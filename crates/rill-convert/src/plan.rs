@@ -13,7 +13,9 @@ use serde::{Deserialize, Serialize};
 use crate::convert::PIECE_BYTES;
 use crate::error::ConvertError;
 use crate::place::{GROUP, RunKey, run_key, trunk_codec};
-use crate::source::{ConvertSource, Form, SourceExperts, SourceMatrix, SourceTensor, kernel_codec};
+use crate::source::{
+    ConvertSource, Form, MXFP4, SourceExperts, SourceMatrix, SourceTensor, kernel_codec,
+};
 
 /// Bits of a trellis window that count in what is converted: one more doubles the time that packing takes
 /// and takes about 1 % off the error.
@@ -38,6 +40,8 @@ pub enum ExpertCodec {
         /// Bits per 8 weights.
         rate: u8,
     },
+    /// MXFP4 without loss in fewer bytes; the source must have MXFP4.
+    Mxfp4z,
 }
 
 /// Format of the trunk's matrices; `place.rs` has the whole table.
@@ -214,6 +218,8 @@ impl Plan {
         let packed = layout.matrices.iter().zip(&source.matrices).map(|(matrix, source)| {
             match source.form.is(matrix.codec) {
                 true => 0,
+                // A vector that grows has three times its bytes for a moment.
+                false if matrix.codec.name.varies() => 3 * matrix.code_bytes,
                 false => 4 * matrix.rows * matrix.cols + matrix.code_bytes + matrix.scale_bytes,
             }
         });
@@ -225,6 +231,13 @@ impl Plan {
         let mut manifest = self.manifest.clone();
         manifest.fingerprint = fingerprint([]);
         manifest.trunk.runs.iter_mut().for_each(|run| run.checksum = hex(0));
+        if let (Some(experts), true) = (&mut manifest.experts, self.varies()) {
+            for bank in &mut experts.banks {
+                // As many digits as the largest have.
+                let end = u64::from(bank.experts) * experts.record_bytes / ALIGN as u64;
+                bank.records = Some(vec![[end, end]; bank.experts as usize]);
+            }
+        }
         manifest.to_bytes().len() as u64
     }
 
@@ -245,7 +258,7 @@ impl Plan {
         record_bytes * self.n_experts()
     }
 
-    /// Bytes of one expert.
+    /// Bytes of one expert; where records differ in size, at most.
     pub fn record_bytes(&self) -> u64 {
         self.layout.as_ref().map_or(0, |layout| layout.record_bytes as u64)
     }
@@ -253,6 +266,11 @@ impl Plan {
     /// Routed experts in all.
     pub fn n_experts(&self) -> u64 {
         self.banks().iter().map(|bank| u64::from(bank.experts)).sum()
+    }
+
+    /// Whether records differ in size, so that sizes of experts and container are what they are at most.
+    pub fn varies(&self) -> bool {
+        self.layout.as_ref().is_some_and(RecordLayout::varies)
     }
 
     pub(crate) fn banks(&self) -> &[Bank] {
@@ -377,6 +395,20 @@ fn plan_experts(
             ExpertCodec::Q8 => Codec::grouped(CodecName::Q8, GROUP),
             ExpertCodec::Q4 => Codec::grouped(CodecName::Q4, GROUP),
             ExpertCodec::Trellis { rate } => trellis_codec(matrix.form, rate, name)?,
+            ExpertCodec::Mxfp4z => {
+                let codec = Codec::plain(CodecName::Mxfp4z);
+                if matrix.form != MXFP4 && !matrix.form.is(codec) {
+                    return Err(ConvertError::Tensor {
+                        tensor: name(),
+                        reason: format!(
+                            "is stored as {}, and only mxfp4 experts, which K3 is published with, become \
+                             mxfp4z without loss; choose --experts source",
+                            matrix.form
+                        ),
+                    });
+                }
+                codec
+            }
         };
         let shape = (matrix.rows, matrix.cols);
         let layout = layout(codec, shape, MAX_EXPERT_WEIGHTS, &name())?;

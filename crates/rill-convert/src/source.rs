@@ -6,7 +6,7 @@ use std::fmt;
 
 use rill_format::container::{self, CodecName, Container};
 use rill_format::{Checkpoint, Dtype, Folder, FormatError, TensorId};
-use rill_kernels::{Codec, LayoutError, Matrix, Vq};
+use rill_kernels::{Codec, LayoutError, Matrix, Mxfp4zMatrix, Vq};
 
 use crate::error::ConvertError;
 use crate::place::{ExpertKey, expert_key};
@@ -187,6 +187,14 @@ impl Form {
                 }
                 Ok(dtype.decode(codes))
             }
+            Form::Packed(codec) if codec.name == CodecName::Mxfp4z => {
+                // Its rows can be had tile by tile only.
+                let packed = Mxfp4zMatrix::new(rows, cols, codes)?;
+                let layout = Codec::Mxfp4.layout(rows, cols)?;
+                let (mut codes, mut scales) = (vec![0; layout.codes], vec![0; layout.scales]);
+                packed.unpack(&mut codes, &mut scales)?;
+                MXFP4.decode(rows, cols, &codes, &scales)
+            }
             Form::Packed(codec) => {
                 let matrix = Matrix::new(kernel_codec(codec)?, rows, cols, codes, scales)?;
                 let mut weights = vec![0.0; rows * cols];
@@ -340,7 +348,7 @@ impl ConvertSource for Checkpoint {
     }
 }
 
-const MXFP4: Form = Form::Packed(container::Codec::plain(CodecName::Mxfp4));
+pub(crate) const MXFP4: Form = Form::Packed(container::Codec::plain(CodecName::Mxfp4));
 
 /// Every expert must have the types and shapes of the first.
 fn check_expert_tensor(
@@ -440,11 +448,12 @@ impl ConvertSource for Container {
         expert: u32,
     ) -> Result<[StoredBytes; 3], FormatError> {
         let mut parts = <[StoredBytes; 3]>::default();
-        let Some(layout) = self.layout() else { return Ok(parts) };
-        let mut record = vec![0; layout.record_bytes];
-        self.read_record(experts.banks[bank].0, expert, true, &mut record)?;
+        let layer = experts.banks[bank].0;
+        let mut record = vec![0; self.record_bytes(layer, expert)];
+        self.read_record(layer, expert, true, &mut record)?;
+        let own = self.record_layout(layer, expert, &record)?;
         for (i, part) in parts.iter_mut().enumerate() {
-            let (codes, scales) = layout.matrix(&record, i);
+            let (codes, scales) = own.matrix(&record, i);
             *part = (codes.to_vec(), scales.to_vec());
         }
         Ok(parts)

@@ -607,6 +607,14 @@ fn record_layout(shapes: &Shapes, option: ExpertCodec) -> Result<RecordLayout, C
         }
         ExpertCodec::Source if shapes.experts.mxfp4 => Codec::Mxfp4,
         ExpertCodec::Source => Codec::Bf16,
+        ExpertCodec::Mxfp4z => {
+            return Err(ConvertError::Tensor {
+                tensor: "the experts".to_owned(),
+                reason: "are made up where they lie, which entropy-coded ones cannot be; choose source, \
+                         q8 or q4"
+                    .to_owned(),
+            });
+        }
     };
     let tensor = || "the experts".to_owned();
     let matrix = |(rows, cols): (u64, u64)| -> Result<Stored, ConvertError> {

@@ -23,10 +23,11 @@ const PIECE_BYTES: u64 = 16 << 20;
 /// progress callback breaks off.
 pub fn verify(container: &Container, control: &Control<'_>) -> Result<(), ConvertError> {
     let manifest = container.manifest();
-    let record_bytes = container.layout().map_or(0, |layout| layout.record_bytes);
     let n_runs = manifest.trunk.runs.len();
     let records = records(container);
-    let total_bytes = manifest.trunk.bytes + records.len() as u64 * record_bytes as u64;
+    let expert_bytes: u64 =
+        records.iter().map(|&(layer, expert)| container.record_bytes(layer, expert) as u64).sum();
+    let total_bytes = manifest.trunk.bytes + expert_bytes;
     let sums = in_parallel(n_runs + records.len(), total_bytes, control, |index, record| {
         if let Some(run) = manifest.trunk.runs.get(index) {
             container.verify_run(run)?;
@@ -34,9 +35,9 @@ pub fn verify(container: &Container, control: &Control<'_>) -> Result<(), Conver
             return Ok((sum, run.bytes));
         }
         let (layer, expert) = records[index - n_runs];
-        record.resize(record_bytes, 0);
+        record.resize(container.record_bytes(layer, expert), 0);
         let sum = container.read_record(layer, expert, true, record)?;
-        Ok((sum, record_bytes as u64))
+        Ok((sum, record.len() as u64))
     })?;
     let mut all = Vec::new();
     for file in &manifest.files {

@@ -11,4 +11,6 @@ mod write;
 
 pub use alloc::PeakAlloc;
 pub use models::{Dtype, Tensor, kimi_k3_tensors, kimi_linear_tensors, tensors};
-pub use write::{HeaderOnly, shard_bytes, write_checkpoint, write_header_only};
+pub use write::{
+    HeaderOnly, shard_bytes, write_checkpoint, write_header_only, write_uneven_experts,
+};

@@ -36,6 +36,30 @@ fn a_lossless_container_gives_the_checkpoints_bits() {
     }
 }
 
+#[test]
+fn entropy_coded_experts_give_the_checkpoints_bits() {
+    // One whose records all have one size, and one whose records differ in size.
+    let uneven = tempfile::tempdir().expect("a temporary folder");
+    rill_testkit::write_uneven_experts(uneven.path(), &repository("fixtures/k3-tiny"), 2)
+        .expect("there is room");
+    let ids = reference(&Folder::Disk(repository("fixtures/k3-tiny"))).input_ids;
+    for path in [repository("models/k3-nano"), uneven.path().to_owned()] {
+        let ids = match path == uneven.path() {
+            true => ids.clone(),
+            false => reference(&Folder::Disk(path.clone())).input_ids,
+        };
+        let path = path.to_str().expect("Unicode");
+        let expected = logits(&open(Path::new(path)), &ids);
+        assert!(expected.iter().all(|x| x.is_finite()), "{path}");
+        let other = tempfile::tempdir().expect("a temporary folder");
+        for shares in [vec![], vec![(other.path().to_owned(), 2.0)]] {
+            let dir = convert_over(path, ExpertCodec::Mxfp4z, TrunkCodec::Source, &shares);
+            assert_same_bits(path, &logits(&open(dir.path()), &ids), &expected);
+            floor_gives_the_same_bits(dir.path(), &ids);
+        }
+    }
+}
+
 /// The same logits with everything held and with the least that works.
 fn floor_gives_the_same_bits(folder: &Path, ids: &[u32]) {
     let options = |budget_bytes| EngineOptions {
