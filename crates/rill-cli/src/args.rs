@@ -310,8 +310,9 @@ pub(crate) struct ConvertArgs {
     #[arg(long, value_enum, conflicts_with = "experts")]
     pub(crate) quality: Option<Quality>,
 
-    /// Format of routed experts: source, f32, q8, q4 or trellis:BITS with 2 to 3.5 bits in steps of an
-    /// eighth; `source` keeps them bit for bit, which those of .waste cannot be
+    /// Format of routed experts: source, f32, q8, q4, trellis:BITS with 2 to 3.5 bits in steps of an eighth, or
+    /// mxfp4z, which is mxfp4 without loss in fewer bytes; `source` keeps them bit for bit, which those of .waste
+    /// cannot be
     #[arg(long, value_name = "FORMAT", default_value = "source", value_parser = experts)]
     pub(crate) experts: ExpertCodec,
 
