@@ -38,6 +38,8 @@ mod product;
 mod product_avx2;
 #[cfg(target_arch = "x86_64")]
 mod product_avx512;
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+mod product_neon;
 mod viterbi;
 #[cfg(target_arch = "x86_64")]
 mod viterbi_avx2;

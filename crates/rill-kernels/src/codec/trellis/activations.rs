@@ -24,7 +24,10 @@ pub struct Activations {
     /// (n, cols / 32)
     pub(super) scales: Vec<f32>,
     /// Sums of a block's integers, (n, cols / 32): what kernels multiply a bias of the weights with.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "its kernels are to come"))]
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(dead_code, reason = "other kernels take the bias from the tables")
+    )]
     pub(super) sums: Vec<i32>,
 }
 

@@ -199,7 +199,7 @@ impl<'a> TrellisMatrix<'a> {
     }
 
     /// Side nibble of a block.
-    fn side(&self, row: usize, block: usize) -> u8 {
+    pub(super) fn side(&self, row: usize, block: usize) -> u8 {
         let at = row / TILE * side_bytes(self.cols) + block / 2 * TILE + row % TILE;
         self.sides[at] >> (block % 2 * 4) & 15
     }
