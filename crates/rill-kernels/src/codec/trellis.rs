@@ -26,7 +26,10 @@
 //! the nibbles of row r for inputs 64g to 64g + 31 (low) and from 64g + 32 on (high).
 //!
 //! **Padding.** Columns are a multiple of 32; where they are not one of 64 the last high nibbles are 0.
-//! Rows need not be a multiple of 8: the lanes of missing ones are zero.
+//! Rows need not be a multiple of 8: the lanes of missing ones are zero. Neither
+//! reaches a result. So `rows` × `cols` take `⌈rows/8⌉ · (64 · lines + 8 · ⌈cols/64⌉)` bytes, of which `rows · (cols·B/8 +
+//! 48 + cols/8)` bits say something. An expert's 3072 × 3584 lose 0.0045 bits a weight by that; a row of 32 inputs by itself
+//! at B = 24 takes 1,600 bits for 148, so matrices of a few rows or columns are better kept otherwise.
 
 use super::{Layout, LayoutError};
 
