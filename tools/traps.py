@@ -28,9 +28,27 @@ HOSTILE = "-p rill --test hostile"
 BUDGETS = "-p rill --test budgets"
 CONTAINERS = "-p rill --test containers"
 CACHE = "-p rill-stream --test cache"
+TILES = "-p rill-kernels --test tiles"
+TRELLIS = "-p rill --test trellis"
 
 # name, file, [(old, new) or (old, new, another file)], tests that must fail
 FAULTS = [
+    # Formats in tiles of rows.
+    ("rows_of_a_tile_from_its_start", "crates/rill-kernels/src/table.rs", [
+        ("let before = first - tiles.start;", "let before = 0 * (first - tiles.start);"),
+    ], [TILES]),
+    ("part_of_a_trellis_decoded_from_the_top", "crates/rill-kernels/src/matrix.rs", [
+        ("return trellis.decode_row(first + row, out);", "return trellis.decode_row(first * 0 + row, out);"),
+    ], [TILES]),
+    ("part_of_entropy_coded_rows_decoded_from_the_top", "crates/rill-kernels/src/matrix.rs", [
+        ("return mxfp4z.decode_row(first + row, out);", "return mxfp4z.decode_row(first * 0 + row, out);"),
+    ], [TILES]),
+    ("trellis_tables_of_another_matrix", "crates/rill-convert/src/trellis.rs", [
+        ("encoder.tables().bytes().to_vec()", "{ let mut t = encoder.tables().bytes().to_vec(); t.rotate_left(1); t }"),
+    ], ["-p rill-cli --test cli qualities"]),
+    ("compared_layers_not_led", "crates/rill/src/comparison.rs", [
+        ("        hidden.copy_from_slice(expected);\n", ""),
+    ], ["-p rill --lib comparison"]),
     # The places that are silently wrong.
     ("a_log_per_channel", "crates/rill/src/kda.rs", [
         ("let rate = weights.decay_rate[h];", ""),

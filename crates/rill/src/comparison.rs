@@ -165,7 +165,22 @@ fn likeliest(logits: &[f32]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::{kl_divergence, likeliest};
+    use super::{Distance, Leader, kl_divergence, likeliest};
+    use crate::engine::Observer;
+    use crate::experts::LayerIdx;
+
+    #[test]
+    fn a_layers_output_is_measured_and_replaced_chunk_by_chunk() {
+        let recorded = [vec![0.0; 4], vec![3.0, 4.0, 0.0, 5.0]];
+        let mut distances = vec![Distance::default(); 2];
+        let mut leader = Leader { hidden: &recorded, done: vec![0; 2], distances: &mut distances };
+        for (mut chunk, expected) in [([3.0, 5.0], [3.0, 4.0]), ([0.0, 5.0], [0.0, 5.0])] {
+            assert!(leader.after_layer(LayerIdx(1), &mut chunk).is_continue());
+            assert_eq!(chunk, expected);
+        }
+        assert_eq!(distances[0].relative(), 0.0);
+        assert_eq!(distances[1].relative(), (1.0f64 / 50.0).sqrt());
+    }
 
     #[test]
     fn the_divergence_of_two_coins_is_known() {
