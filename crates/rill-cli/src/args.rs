@@ -586,6 +586,10 @@ pub(crate) struct KernelsArgs {
     #[arg(long, value_name = "SET", default_value = "fastest", value_parser = kernel_set)]
     pub(crate) kernels: KernelChoice,
 
+    /// Positions that attention sees where the rest of a token is measured
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub(crate) context: u32,
+
     /// About how long to measure; a few seconds give an impression
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
     pub(crate) seconds: f64,

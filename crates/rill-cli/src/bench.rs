@@ -15,6 +15,7 @@ use crate::progress::Progress;
 use crate::stats;
 
 mod kernels;
+mod rest;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<Outcome> {
     let (measure, n_prompt, n_tokens) = match &args.command {

@@ -13,6 +13,7 @@ use rill_convert::SynthModel;
 use rill_kernels::{Codec, Kernels, Matrix, Pool, Vq, probe};
 use serde_json::{Value, json};
 
+use super::rest::{self, Rest};
 use crate::args::{KernelsArgs, ModelShape};
 use crate::output::{Outcome, print};
 
@@ -23,7 +24,7 @@ const HOT_BYTES: usize = 1 << 20;
 /// Multiply-adds of one timed call: between some microseconds and some tenths of a second on any core.
 const CALL: std::ops::RangeInclusive<f64> = 1e6..=1.3e8;
 /// Inputs that share a scale, and rows of an index block, as containers have them.
-const GROUP: usize = 128;
+pub(super) const GROUP: usize = 128;
 const INDEX_BLOCK: usize = 64;
 
 pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
@@ -48,7 +49,8 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
     let machine: Vec<Machine> = pools.iter().map(|pool| Machine::measure(pool, &bytes)).collect();
 
     let codecs = codecs();
-    let n_timings = codecs.len() * model.shapes.len() * VECTORS.len() * (pools.len() + 1);
+    let n_timings =
+        codecs.len() * model.shapes.len() * VECTORS.len() * (pools.len() + 1) + rest::KERNELS;
     let slot = args.seconds / n_timings as f64;
     let mut rows = Vec::new();
     let mut numbers = true;
@@ -67,9 +69,12 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
             }
         }
     }
-    let steps: Vec<Step> = machine.iter().map(|m| model.step(&rows, m.threads)).collect();
+    let walked = bytes.len();
+    let positions = args.context as usize;
+    let rest = rest::measure(&model.config, &kernels, positions, walked, slot)?;
+    let steps: Vec<Step> = machine.iter().map(|m| model.step(&rows, &rest, m.threads)).collect();
 
-    let walked = bytes.len() as u64;
+    let walked = walked as u64;
     if args.json {
         let facts = json!({
             "model": model.name,
@@ -78,11 +83,15 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
             "last_level_cache_bytes": cache,
             "machine": machine.iter().map(Machine::json).collect::<Vec<_>>(),
             "results": rows.iter().map(|row| row.json(&kernels)).collect::<Vec<_>>(),
+            "context": args.context,
+            "rest": rest.iter().map(Rest::json).collect::<Vec<_>>(),
             "token": steps.iter().map(Step::json).collect::<Vec<_>>(),
         });
         print(format!("{facts:#}\n"))?;
     } else {
-        print(text(&model, &kernels, walked, cache, &machine, &rows, &steps)?)?;
+        let mut shown = text(&model, &kernels, walked, cache, &machine, &rows, &steps)?;
+        rest_text(&mut shown, args.context, &rest)?;
+        print(shown)?;
     }
     Ok(Outcome::Done)
 }
@@ -90,6 +99,7 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
 /// A model's products.
 struct Model {
     name: &'static str,
+    config: ModelConfig,
     shapes: Vec<Shape>,
     weights: TokenWeights,
     expert_codec: Codec,
@@ -128,11 +138,12 @@ impl Model {
             ],
             weights: config.token_weights(),
             expert_codec,
+            config,
         })
     }
 
-    /// Time of the products of one token, with every weight from memory.
-    fn step(&self, rows: &[Timing], threads: usize) -> Step {
+    /// Time of one token, with every weight from memory.
+    fn step(&self, rows: &[Timing], rest: &[Rest], threads: usize) -> Step {
         let rate = |shape: &str, codec: Codec| {
             let found = rows.iter().find(|row| {
                 row.shape.name == shape
@@ -152,21 +163,29 @@ impl Model {
             // Half of them read the hidden state, half of them make it.
             trunk: trunk / rate("projection in", q4) + trunk / rate("projection out", q4),
             head: self.weights.head as f64 / rate("head, a piece", q8),
+            rest: (threads == 1).then(|| rest.iter().map(|rest| rest.seconds).sum()),
         }
     }
 }
 
-/// Predicted seconds of one token's products.
+/// Predicted seconds of one token.
 struct Step {
     threads: usize,
     experts: f64,
     trunk: f64,
     head: f64,
+    /// What is not a product, which is measured on one thread only.
+    rest: Option<f64>,
 }
 
 impl Step {
     fn products(&self) -> f64 {
         self.experts + self.trunk + self.head
+    }
+
+    /// Of the whole step.
+    fn share_of_rest(&self) -> Option<f64> {
+        self.rest.map(|rest| rest / (rest + self.products()))
     }
 
     fn json(&self) -> Value {
@@ -176,6 +195,8 @@ impl Step {
             "trunk_seconds": self.trunk,
             "head_seconds": self.head,
             "products_seconds": self.products(),
+            "rest_seconds": self.rest,
+            "share_of_rest": self.share_of_rest(),
         })
     }
 }
@@ -389,7 +410,7 @@ fn codecs() -> Vec<Codec> {
 }
 
 /// Numbers around zero, different from each other.
-fn numbers(n: usize) -> Vec<f32> {
+pub(super) fn numbers(n: usize) -> Vec<f32> {
     let spread = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0;
     (0..n as u32).map(spread).collect()
 }
@@ -486,8 +507,28 @@ fn text(
             step.trunk,
             step.head,
         )?;
+        if let (Some(rest), Some(share)) = (step.rest, step.share_of_rest()) {
+            writeln!(
+                out,
+                "          and {rest:.2} s besides products, {:.1} % of both",
+                100.0 * share
+            )?;
+        }
     }
     Ok(out)
+}
+
+/// What a token takes besides products, kernel by kernel.
+fn rest_text(out: &mut String, positions: u32, rest: &[Rest]) -> Result<()> {
+    writeln!(
+        out,
+        "\nBesides products, at {positions} positions on one thread: calls, ns a call, ms a token"
+    )?;
+    for Rest { name, calls, seconds } in rest {
+        let ns = 1e9 * seconds / *calls as f64;
+        writeln!(out, "{name:<22} {calls:>8} {ns:>10.0} {:>9.2}", 1e3 * seconds)?;
+    }
+    Ok(())
 }
 
 fn threads(n: usize) -> String {

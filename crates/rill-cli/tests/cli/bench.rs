@@ -64,7 +64,18 @@ fn routing_of_another_model_is_refused() {
 
 #[test]
 fn products_are_checked_and_measured_beside_what_the_machine_can_do() {
-    let quick = ["bench", "kernels", "--seconds", "0.2", "--budget", "8M", "--threads", "2"];
+    let quick = [
+        "bench",
+        "kernels",
+        "--seconds",
+        "0.2",
+        "--budget",
+        "8M",
+        "--threads",
+        "2",
+        "--context",
+        "64",
+    ];
     let shown = json(&rill(quick.iter().chain(&["--json", "--shape", "kimi-linear"])).done());
     assert_eq!(shown["walked_bytes"], 8_000_000);
     assert_eq!(shown["machine"][1]["threads"], 2);
@@ -86,6 +97,16 @@ fn products_are_checked_and_measured_beside_what_the_machine_can_do() {
         let sum: f64 = parts.iter().sum();
         assert!((seconds("products_seconds") - sum).abs() < 1e-9 * sum, "{step}");
     }
+    // What is not a product is measured on one thread: twenty KDA layers with 32 heads, seven of MLA.
+    let rest = shown["rest"].as_array().unwrap();
+    let calls = |name: &str| &rest.iter().find(|r| r["kernel"] == name).unwrap()["calls"];
+    assert_eq!((calls("kda_step"), calls("attend, some heads")), (&640.into(), &7.into()));
+    let sum: f64 = rest.iter().map(|r| r["seconds"].as_f64().unwrap()).sum();
+    let token = &shown["token"][0];
+    assert!((token["rest_seconds"].as_f64().unwrap() - sum).abs() < 1e-9 * sum, "{token}");
+    let share = sum / (sum + token["products_seconds"].as_f64().unwrap());
+    assert!((token["share_of_rest"].as_f64().unwrap() - share).abs() < 1e-9, "{token}");
+    assert!(shown["token"][1]["rest_seconds"].is_null());
     let text = rill(quick).done();
     for part in [
         "1 thread read",
@@ -95,6 +116,8 @@ fn products_are_checked_and_measured_beside_what_the_machine_can_do() {
         "vq4p",
         "expert down",
         "48.6 G weights of experts",
+        "Besides products, at 64 positions",
+        "mix: softmax",
     ] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
