@@ -1,6 +1,6 @@
 //! Vectors in every form that products take them in.
 
-use crate::codec::{Activations, Codec};
+use crate::codec::{Activations, Codec, Trellis};
 
 /// Vectors (n, cols), prepared for products with matrices of some formats: what a format's arithmetic
 /// does to a vector is then done once and not again for every matrix and every range of rows.
@@ -10,7 +10,9 @@ pub struct Inputs<'a> {
     pub(crate) n: usize,
     pub(crate) cols: usize,
     /// As integers of 15 bits.
-    pub(crate) integers: Option<Activations>,
+    integers: Option<Activations>,
+    /// The same in the basis of rotated matrices.
+    rotated: Option<Activations>,
 }
 
 impl<'a> Inputs<'a> {
@@ -20,8 +22,21 @@ impl<'a> Inputs<'a> {
     /// When the lengths disagree.
     pub fn new(codecs: &[Codec], x: &'a [f32], n: usize, cols: usize) -> Self {
         assert_eq!(Some(x.len()), n.checked_mul(cols));
-        let wants_integers = codecs.iter().any(|codec| matches!(codec, Codec::Trellis(_)));
-        let integers = (wants_integers && cols > 0).then(|| Activations::new(x, cols));
-        Self { x, n, cols, integers }
+        let wants = |rotated: bool| {
+            let wants = |codec: &Codec| matches!(codec, Codec::Trellis(trellis) if trellis.is_rotated() == rotated);
+            cols > 0 && codecs.iter().any(wants)
+        };
+        let integers = wants(false).then(|| Activations::new(x, cols));
+        let rotated = wants(true).then(|| Activations::rotated(x, cols));
+        Self { x, n, cols, integers, rotated }
+    }
+
+    /// The integers for matrices of a trellis.
+    ///
+    /// # Panics
+    /// When they were not prepared for it.
+    pub(crate) fn integers(&self, trellis: Trellis) -> &Activations {
+        let integers = if trellis.is_rotated() { &self.rotated } else { &self.integers };
+        integers.as_ref().expect("prepared for the format")
     }
 }

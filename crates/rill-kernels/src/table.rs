@@ -292,8 +292,8 @@ impl Kernels {
             Codec::Q4 { group } => call!(self.matmul_q4(w, group, x, n, out)),
             Codec::Mxfp4 => call!(self.matmul_mxfp4(w, x, n, out)),
             Codec::Vq(vq) => call!(self.matmul_vq(w, vq, x, n, out)),
-            Codec::Trellis(_) => {
-                let integers = inputs.integers.as_ref().expect("prepared for the format");
+            Codec::Trellis(trellis) => {
+                let integers = inputs.integers(trellis);
                 let (whole, _) = w.trellis().expect("of this format");
                 whole_tiles(w, n, out, |rows, out| {
                     self.trellis.multiply(&whole.row_range(rows), integers, out);

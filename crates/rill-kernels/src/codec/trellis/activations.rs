@@ -1,6 +1,6 @@
 //! Activations of 15 bits: what a trellis matrix is multiplied by.
 
-use super::BLOCK;
+use super::{BLOCK, rotation};
 
 /// Largest magnitude of an integer: 127 · 128 + 63.
 const LARGEST: f32 = 16319.0;
@@ -17,6 +17,8 @@ const SMALLEST: f32 = f32::from_bits((127 - 100) << 23);
 #[derive(Clone, Debug)]
 pub struct Activations {
     pub(super) cols: usize,
+    /// Whether these are the numbers of a rotated basis.
+    pub(super) rotated: bool,
     /// (n, cols)
     pub(super) high: Vec<i8>,
     /// (n, cols)
@@ -32,7 +34,7 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// Quantises `x` (n, cols).
+    /// Quantises `x` (n, cols), for matrices of the native profile.
     ///
     /// # Panics
     /// When the columns are not a positive multiple of 32, or `x` is not whole vectors.
@@ -64,7 +66,20 @@ impl Activations {
             }
             sums.push(sum);
         }
-        Self { cols, high, low, scales, sums }
+        Self { cols, rotated: false, high, low, scales, sums }
+    }
+
+    /// Turns `x` (n, cols) into the basis of the rotated profile, in f32, then quantises it. Each number is
+    /// up to 23 times the largest of up to 512 inputs, and one of those that is not finite
+    /// reaches them all; sums that overflow count as such.
+    ///
+    /// # Panics
+    /// As [`new`](Self::new).
+    pub fn rotated(x: &[f32], cols: usize) -> Self {
+        assert!(cols > 0);
+        let mut turned = x.to_vec();
+        turned.chunks_exact_mut(cols).for_each(rotation::rotate_f32);
+        Self { rotated: true, ..Self::new(&turned, cols) }
     }
 
     /// Inputs of a vector.
@@ -77,7 +92,7 @@ impl Activations {
         self.high.len() / self.cols
     }
 
-    /// Vector `v` as the numbers that products see.
+    /// Vector `v` as the numbers that products see, in the basis that they are in.
     ///
     /// # Panics
     /// When there is no such vector.

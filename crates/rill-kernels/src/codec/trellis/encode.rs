@@ -70,7 +70,8 @@ impl TrellisEncoder {
         assert_eq!((codes.len(), sides.len()), (layout.codes, layout.scales));
         codes.fill(0);
         sides.fill(0);
-        let (tile_bytes, side_bytes) = (self.trellis.tile_bytes(cols), side_bytes(cols));
+        let (tile_bytes, side_bytes) =
+            (self.trellis.tile_bytes(cols), self.trellis.side_bytes(cols));
         let mut scratch = Scratch::default();
         for row in 0..rows {
             let (exponent, target) = target(source, row, self.split);
@@ -268,7 +269,7 @@ fn costs(trellis: Trellis, tables: &TrellisTables) -> Costs {
     std::array::from_fn(|level: usize| {
         let wanted = 5 * DOUBLED[level % 16];
         std::array::from_fn(|entry| {
-            let tenths = wanted - tables.tenths(level / 16, entry as u8);
+            let tenths = wanted - tables.units(level / 16, entry as u8);
             ((alpha * tenths * tenths + 50) / 100).min(255) as u8
         })
     })

@@ -7,12 +7,12 @@ use super::*;
 /// The two tables of 64 weights that matrices refer to; many may share them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrellisTables {
-    /// Weight times ten, plus 64, in units of the block's power of two.
+    /// Weight in its block's unit, plus 64.
     pub(super) bytes: [[u8; ENTRIES]; CLASSES],
 }
 
 impl TrellisTables {
-    /// Tables from their 128 bytes: class 0, then class 1.
+    /// Tables from their 128 bytes: class 0, then class 1, which the rotated profile has not (zeros).
     ///
     /// # Errors
     /// When there are not 128, or one is above 127.
@@ -32,8 +32,8 @@ impl TrellisTables {
         self.bytes.as_flattened()
     }
 
-    /// Weight of an entry, times ten.
-    pub(super) fn tenths(&self, class: usize, entry: u8) -> i32 {
+    /// Weight of an entry, in the unit of the row's scale.
+    pub(super) fn units(&self, class: usize, entry: u8) -> i32 {
         i32::from(self.bytes[class][usize::from(entry)]) - i32::from(ZERO)
     }
 }
@@ -121,32 +121,39 @@ impl<'a> TrellisMatrix<'a> {
         Self {
             rows: rows.len(),
             codes: part(self.codes, self.trellis.tile_bytes(self.cols)),
-            sides: part(self.sides, side_bytes(self.cols)),
+            sides: part(self.sides, self.trellis.side_bytes(self.cols)),
             ..*self
         }
     }
 
-    /// Row `row` as plain numbers, each rounded once. For measuring errors; no product does this.
+    /// Row `row` as plain numbers, in the basis of the inputs, each rounded once; of the rotated profile from
+    /// f64, in which it is turned back. For measuring errors; no product does this.
     ///
     /// # Panics
     /// When the row lies outside the matrix or `out` is not a row long.
     pub fn decode_row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.rows && out.len() == self.cols);
         let scale = f64::from(self.scale(row));
-        for (col, out) in out.iter_mut().enumerate() {
-            let (tenths, power) = (self.tenths(row, col), power(self.side(row, col / BLOCK)));
+        let weight = |col: usize| {
+            let (units, power) = (self.units(row, col), power(self.side(row, col / BLOCK)));
             // Exact in f64: 7 bits, a power of two and 24 bits.
-            *out = (f64::from(tenths) * f64::from(power) * scale) as f32;
+            f64::from(units) * f64::from(power) * scale
+        };
+        let mut weights: Vec<f64> = (0..self.cols).map(weight).collect();
+        if self.trellis.rotated {
+            rotation::rotate_back(&mut weights);
         }
+        out.iter_mut().zip(weights).for_each(|(out, weight)| *out = weight as f32);
     }
 
     /// `out[r][v] = w[r] · x[v]`: `x` of n vectors → `out` (rows, n).
     ///
     /// Per block of 32 inputs the products of integers are added up exactly, as `total`; in the order of
     /// the columns, from +0, `f = fma(f32(total), 2^−delta · scale of x's block, f)`; then `f · row scale`.
+    /// A rotated matrix takes rotated vectors, and has no other step.
     ///
     /// # Panics
-    /// When the lengths disagree.
+    /// When the lengths disagree, or only one of matrix and vectors is rotated.
     pub fn multiply(&self, x: &Activations, out: &mut [f32]) {
         let n = self.check(x, out);
         for (row, out) in out.chunks_exact_mut(n.max(1)).enumerate() {
@@ -159,6 +166,7 @@ impl<'a> TrellisMatrix<'a> {
     /// The number of vectors, if everything fits together.
     pub(super) fn check(&self, x: &Activations, out: &[f32]) -> usize {
         assert_eq!(self.cols, x.cols());
+        assert!(self.trellis.rotated == x.rotated, "matrix and vectors are in different bases");
         assert_eq!(out.len(), self.rows * x.vectors());
         x.vectors()
     }
@@ -169,17 +177,17 @@ impl<'a> TrellisMatrix<'a> {
         for block in 0..self.cols / BLOCK {
             let inputs = block * BLOCK..(block + 1) * BLOCK;
             let total: i32 =
-                inputs.map(|col| self.tenths(row, col) * x.whole(v * self.cols + col)).sum();
+                inputs.map(|col| self.units(row, col) * x.whole(v * self.cols + col)).sum();
             let scale = x.scales[v * (self.cols / BLOCK) + block];
             f = (total as f32).mul_add(power(self.side(row, block)) * scale, f);
         }
         f * self.scale(row)
     }
 
-    /// Weight times ten, in units of its block's power of two.
-    fn tenths(&self, row: usize, col: usize) -> i32 {
+    /// Weight in its block's unit.
+    fn units(&self, row: usize, col: usize) -> i32 {
         let class = usize::from(self.side(row, col / BLOCK) >> 3);
-        self.tables.tenths(class, self.trellis.entry(self.window(row, col)))
+        self.tables.units(class, self.trellis.entry(self.window(row, col)))
     }
 
     /// The 16 bits that begin with an input's.
@@ -200,11 +208,22 @@ impl<'a> TrellisMatrix<'a> {
 
     /// Side nibble of a block.
     pub(super) fn side(&self, row: usize, block: usize) -> u8 {
-        let at = row / TILE * side_bytes(self.cols) + block / 2 * TILE + row % TILE;
-        self.sides[at] >> (block % 2 * 4) & 15
+        (self.tile_sides(row / TILE, block) >> (row % TILE * 8)) as u8 & 15
     }
 
-    /// Scale of a row: a tenth of its largest block's power of two.
+    /// Side nibbles of a block of a tile's rows: byte r has that of row r, below bits without meaning. Where
+    /// none are stored they are 0.
+    #[inline(always)]
+    pub(super) fn tile_sides(&self, tile: usize, block: usize) -> u64 {
+        if self.trellis.rotated {
+            return 0;
+        }
+        let at = tile * self.trellis.side_bytes(self.cols) + block / 2 * TILE;
+        let sides: &[u8; TILE] = self.sides[at..].first_chunk().expect("a side per row");
+        u64::from_le_bytes(*sides) >> (block % 2 * 4)
+    }
+
+    /// Scale of a row: the unit of its weights where delta is 0.
     pub(super) fn scale(&self, row: usize) -> f32 {
         f32::from_bits((self.word(row, self.trellis.lines(self.cols) - 1) >> 32) as u32)
     }

@@ -17,7 +17,6 @@ use std::arch::x86_64::*;
 
 use super::{
     Activations, BLOCK, CLASSES, GROUP, LINE, TILE, Trellis, TrellisMatrix, TrellisTables, ZERO,
-    side_bytes,
 };
 
 /// Vectors that share decoded weights.
@@ -26,15 +25,16 @@ const MANY: usize = 4;
 const ROWS: usize = 4;
 /// Inputs of a row in half a register.
 const INPUTS: usize = 16;
-/// Widest window that is found in sixteen bits.
+/// Widest window that is found in sixteen bits, and largest rate at which a word has sixteen such windows.
 const NARROW: usize = 12;
+const SIXTEEN: usize = 28;
 /// Bits that a word is moved down by for the windows that cross a byte too late.
 const DOWN: usize = 4;
 
 /// As [`TrellisMatrix::multiply`].
 #[target_feature(enable = "avx2,fma")]
 pub(super) fn multiply(m: &TrellisMatrix<'_>, x: &Activations, out: &mut [f32]) {
-    if m.trellis.width() <= NARROW {
+    if m.trellis.width <= NARROW && m.trellis.rate <= SIXTEEN {
         multiply_with::<false>(m, &Windows::narrow(m.trellis), x, out);
     } else {
         multiply_with::<true>(m, &Windows::wide(m.trellis), x, out);
@@ -276,7 +276,6 @@ fn multiply_tile<const V: usize, const WIDE: bool>(
 ) -> [[f32; TILE]; V] {
     let (rate, blocks) = (m.trellis.rate, m.cols / BLOCK);
     let lines = &m.codes[tile * m.trellis.tile_bytes(m.cols)..][..m.trellis.tile_bytes(m.cols)];
-    let sides = &m.sides[tile * side_bytes(m.cols)..][..side_bytes(m.cols)];
     let (high, low) = (&x.high[first * m.cols..], &x.low[first * m.cols..]);
     assert!(high.len() >= V * m.cols && low.len() >= V * m.cols);
     let (scales, sums) = (&x.scales[first * blocks..], &x.sums[first * blocks..]);
@@ -285,8 +284,7 @@ fn multiply_tile<const V: usize, const WIDE: bool>(
 
     let mut f = [_mm256_setzero_ps(); V];
     for block in 0..blocks {
-        let side: &[u8; TILE] = sides[block / 2 * TILE..].first_chunk().expect("a side per row");
-        let side = u64::from_le_bytes(*side) >> (block % 2 * 4);
+        let side = m.tile_sides(tile, block);
         let bits: [usize; BLOCK / GROUP] =
             std::array::from_fn(|group| (block * (BLOCK / GROUP) + group) * rate);
         debug_assert!(bits[3] / 64 * LINE + 2 * LINE <= lines.len());
@@ -371,7 +369,7 @@ mod tests {
 
     #[test]
     fn every_narrow_window_of_every_rate_is_within_sixteen_bits_of_a_byte() {
-        for rate in 16..=28 {
+        for rate in 16..=SIXTEEN {
             let trellis = Trellis::new(rate, NARROW).unwrap();
             let first = std::array::from_fn(|input| trellis.first_bit(input));
             let order = narrow_order(&first);

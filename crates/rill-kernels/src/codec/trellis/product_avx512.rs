@@ -9,7 +9,7 @@
 use std::arch::x86_64::*;
 
 use super::format::power;
-use super::{Activations, BLOCK, GROUP, LINE, TILE, TrellisMatrix, ZERO, side_bytes};
+use super::{Activations, BLOCK, GROUP, LINE, TILE, TrellisMatrix, ZERO};
 
 /// Vectors that share decoded weights.
 const MANY: usize = 4;
@@ -58,7 +58,6 @@ fn multiply_tile<const V: usize>(
 ) -> [[f32; TILE]; V] {
     let (trellis, blocks) = (m.trellis, m.cols / BLOCK);
     let lines = &m.codes[tile * trellis.tile_bytes(m.cols)..][..trellis.tile_bytes(m.cols)];
-    let sides = &m.sides[tile * side_bytes(m.cols)..][..side_bytes(m.cols)];
     let (high, low) = (&x.high[first * m.cols..], &x.low[first * m.cols..]);
     assert!(high.len() >= V * m.cols && low.len() >= V * m.cols);
     let (scales, sums) = (&x.scales[first * blocks..], &x.sums[first * blocks..]);
@@ -82,8 +81,7 @@ fn multiply_tile<const V: usize>(
     // The instruction takes counts modulo 64.
     let mut shift = _mm512_setzero_si512();
     for block in 0..blocks {
-        let side: &[u8; TILE] = sides[block / 2 * TILE..].first_chunk().expect("a side per row");
-        let side = u64::from_le_bytes(*side) >> (block % 2 * 4);
+        let side = m.tile_sides(tile, block);
         // Each row's nibble in every byte of its word, below bits without meaning.
         let side = _mm512_permutexvar_epi8(row_of_byte, _mm512_set1_epi64(side as i64));
         let class1 = _mm512_test_epi8_mask(side, _mm512_set1_epi8(8));

@@ -45,7 +45,7 @@ struct Decoder {
     /// What moves a word down to the windows of inputs 0 and 1, 2 and 3, 4 and 5, 6 and 7.
     down: [int64x2_t; GROUP / 2],
     multiplier: u16,
-    /// Weights times ten of each class.
+    /// Weights of each class, in the unit of the scale.
     tables: [int8x16x4_t; 2],
 }
 
@@ -61,9 +61,9 @@ impl Decoder {
             [int8x16x4_t(vdupq_n_s8(0), vdupq_n_s8(0), vdupq_n_s8(0), vdupq_n_s8(0)); 2];
         for (class, table) in tables.iter_mut().enumerate() {
             // At most 127 less 64.
-            let tenths: [i8; ENTRIES] =
+            let units: [i8; ENTRIES] =
                 std::array::from_fn(|entry| (m.tables.bytes[class][entry] as i8) - ZERO as i8);
-            let at = tenths.as_ptr();
+            let at = units.as_ptr();
             // SAFETY: 64 bytes.
             *table = unsafe {
                 int8x16x4_t(
