@@ -46,7 +46,7 @@ impl Packed {
     }
 }
 
-/// The same random MXFP4 matrix as it is, entropy-coded and in two trellis formats.
+/// The same random MXFP4 matrix as it is, entropy-coded and in three trellis formats, one of them rotated.
 fn packed(rng: &mut Rng, rows: usize, cols: usize) -> Vec<Packed> {
     let codes = rng.bytes(rows * cols / 2);
     let scales: Vec<u8> = rng.bytes(rows * cols / 32).iter().map(|b| 120 + b % 4).collect();
@@ -54,7 +54,8 @@ fn packed(rng: &mut Rng, rows: usize, cols: usize) -> Vec<Packed> {
     let coded = Mxfp4zMatrix::encode(&source).unwrap();
     let mut all =
         vec![Packed { codec: Codec::Mxfp4z, rows, cols, codes: coded, scales: Vec::new() }];
-    for trellis in [Trellis::new(16, 10).unwrap(), Trellis::new(23, 10).unwrap()] {
+    for trellis in [Trellis::new(16, 10), Trellis::new(23, 10), Trellis::rotated(20, 10)] {
+        let trellis = trellis.unwrap();
         let tables: Vec<u8> = rng.bytes(128).iter().map(|b| b % 128).collect();
         let encoder = TrellisEncoder::new(trellis, TrellisTables::new(&tables).unwrap(), 500);
         let codec = Codec::Trellis(trellis);
@@ -74,9 +75,11 @@ fn specified(p: &Packed, x: &[f32], n: usize) -> Vec<f32> {
         Codec::Trellis(trellis) => {
             let tables = TrellisTables::new(&p.scales[..128]).unwrap();
             let sides = &p.scales[128..];
+            let prepare =
+                if trellis.is_rotated() { Activations::rotated } else { Activations::new };
             TrellisMatrix::new(trellis, p.rows, p.cols, &p.codes, sides, &tables)
                 .unwrap()
-                .multiply(&Activations::new(x, p.cols), &mut out);
+                .multiply(&prepare(x, p.cols), &mut out);
         }
         _ => Mxfp4zMatrix::new(p.rows, p.cols, &p.codes).unwrap().multiply(x, n, &mut out),
     }

@@ -70,7 +70,7 @@ impl Bytes {
     }
 }
 
-/// Weights read bit by bit, as the format is described.
+/// Weights read bit by bit, as the format is described; of the rotated profile in its basis, class 0.
 fn weight(b: &Bytes, row: usize, col: usize) -> f32 {
     let (rate, tile) = (b.trellis.rate(), b.codes.len() / b.rows.div_ceil(8));
     let bit = |i: usize| {
@@ -79,18 +79,68 @@ fn weight(b: &Bytes, row: usize, col: usize) -> f32 {
     };
     let first = col / 8 * rate + col % 8 * rate / 8;
     let window: u32 = (0..16).map(|i| bit(first + i) << i).sum();
-    let multiplier = [6736, 10184, 10044, 10058, 11513][b.trellis.width() - 10];
+    let multiplier = match (b.trellis.is_rotated(), b.trellis.width()) {
+        (true, 12) if rate <= 21 => 4316,
+        (_, width) => [6736, 10184, 10044, 10058, 11513][width - 10],
+    };
     let entry = (window * multiplier) >> 8 & 63;
+    let scale = row as f32 + 0.01;
+    if b.trellis.is_rotated() {
+        return (f32::from(b.tables.bytes()[entry as usize]) - 64.0) * scale;
+    }
     let side_tile = b.sides.len() / b.rows.div_ceil(8);
     let side = b.sides[row / 8 * side_tile + col / 64 * 8 + row % 8] >> (col / 32 % 2 * 4) & 15;
     let table = usize::from(side >> 3) * 64;
-    let scale = row as f32 + 0.01;
     let tenths = f32::from(b.tables.bytes()[table + entry as usize]) - 64.0;
     tenths * 0.5f32.powi(i32::from(side & 7)) * scale
 }
 
 fn every_trellis() -> impl Iterator<Item = Trellis> {
     (16..=28).flat_map(|rate| (10..=14).map(move |width| Trellis::new(rate, width).unwrap()))
+}
+
+fn every_rotated_trellis() -> impl Iterator<Item = Trellis> {
+    (16..=32).flat_map(|rate| (10..=14).map(move |width| Trellis::rotated(rate, width).unwrap()))
+}
+
+/// Integers for a product with matrices of a profile.
+fn integers(trellis: Trellis, x: &[f32], cols: usize) -> Activations {
+    if trellis.is_rotated() { Activations::rotated(x, cols) } else { Activations::new(x, cols) }
+}
+
+#[test]
+fn rotated_weights_are_sums_and_differences_of_those_that_the_bits_mean() {
+    let negative = |col: usize| {
+        let mut hash = col as u32 % 512;
+        hash = (hash ^ hash >> 16).wrapping_mul(0x85eb_ca6b);
+        hash = (hash ^ hash >> 13).wrapping_mul(0xc2b2_ae35);
+        (hash ^ hash >> 16) % 2 == 1
+    };
+    let mut rng = Rng(11);
+    for trellis in every_rotated_trellis() {
+        for (rows, cols, span) in [(1, 32, 32), (9, 96, 32), (8, 128, 128), (2, 1536, 512)] {
+            let bytes = Bytes::random(&mut rng, trellis, rows, cols);
+            let matrix = bytes.matrix().unwrap();
+            let mut decoded = vec![0.0; cols];
+            for row in 0..rows {
+                matrix.decode_row(row, &mut decoded);
+                let meant: Vec<f64> =
+                    (0..cols).map(|col| f64::from(weight(&bytes, row, col))).collect();
+                // Every seventh is enough for the sums of each.
+                for (col, &found) in decoded.iter().enumerate().step_by(7) {
+                    let first = col / span * span;
+                    let term = |i: usize| {
+                        let odd = (i & (col - first)).count_ones() % 2 == 1;
+                        if odd { -meant[first + i] } else { meant[first + i] }
+                    };
+                    let sum = (0..span).map(term).sum::<f64>() / (span as f64).sqrt();
+                    let wanted = if negative(col) { -sum } else { sum };
+                    let near = (f64::from(found) - wanted).abs() <= 1e-5 * (row + 1) as f64;
+                    assert!(near, "{trellis:?} {rows} × {cols}, {row}, {col}: {found} {wanted}");
+                }
+            }
+        }
+    }
 }
 
 #[test]
@@ -123,6 +173,10 @@ fn payload_and_stored_bits_of_an_experts_matrix() {
     // A matrix of k3-nano's size: rows and columns are padded.
     let layout = trellis.layout(12, 32).unwrap();
     assert_eq!((layout.codes, layout.scales), (2 * 3 * 64, 2 * 8));
+    // Rotated: without side nibbles.
+    let rotated = Trellis::rotated(20, 12).unwrap();
+    assert_eq!(rotated.payload_bits(3072, 3584), 3072 * (3584 / 8 * 20 + 48));
+    assert_eq!((rotated.layout(3072, 3584).unwrap().scales), 0);
     assert_eq!(trellis.payload_bits(12, 32), 12 * (92 + 4 + 48));
 }
 
@@ -131,6 +185,9 @@ fn bytes_that_are_not_the_matrix_are_refused() {
     let trellis = Trellis::new(23, 12).unwrap();
     for (rate, width) in [(15, 12), (29, 12), (23, 9), (23, 15)] {
         assert!(matches!(Trellis::new(rate, width), Err(LayoutError::Trellis(_))));
+    }
+    for (rate, width) in [(15, 12), (33, 12), (20, 9), (20, 15)] {
+        assert!(matches!(Trellis::rotated(rate, width), Err(LayoutError::Trellis(_))));
     }
     assert!(matches!(trellis.layout(8, 48), Err(LayoutError::Columns { of: 32, .. })));
     assert!(matches!(trellis.layout(8, usize::MAX - 31), Err(LayoutError::TooLarge { .. })));
@@ -180,7 +237,7 @@ fn row_ranges_are_the_rows() {
 #[test]
 fn every_kernel_gives_the_specifications_bits_for_every_rate_and_shape() {
     let mut rng = Rng(6);
-    for trellis in every_trellis() {
+    for trellis in every_trellis().chain(every_rotated_trellis()) {
         for (rows, cols) in [(1, 32), (4, 64), (5, 96), (8, 512), (23, 288)] {
             let bytes = Bytes::random(&mut rng, trellis, rows, cols);
             let matrix = bytes.matrix().unwrap();
@@ -192,7 +249,7 @@ fn every_kernel_gives_the_specifications_bits_for_every_rate_and_shape() {
                 if n == 7 {
                     x[3 * cols] = f32::NAN;
                 }
-                let x = Activations::new(&x, cols);
+                let x = integers(trellis, &x, cols);
                 let [expected, others @ ..] = &products(&matrix, &x)[..] else { panic!() };
                 for (name, found) in others {
                     let same = |(a, b): (&f32, &f32)| {
@@ -249,26 +306,35 @@ fn distance(found: &[f32], exact: &[f64]) -> f64 {
 
 #[test]
 fn products_with_gaussian_vectors_are_within_6e_5_of_binary64() {
+    for trellis in [Trellis::new(23, 12), Trellis::rotated(20, 12), Trellis::rotated(32, 12)] {
+        products_are_near(trellis.unwrap());
+    }
+}
+
+fn products_are_near(trellis: Trellis) {
     let mut rng = Rng(4);
     let (rows, cols, n) = (40, 3584, 3);
-    let bytes = Bytes::random(&mut rng, Trellis::new(23, 12).unwrap(), rows, cols);
+    let bytes = Bytes::random(&mut rng, trellis, rows, cols);
     let matrix = bytes.matrix().unwrap();
     let x = rng.gaussian(n * cols);
-    let activations = Activations::new(&x, cols);
+    let activations = integers(trellis, &x, cols);
     assert_eq!((activations.vectors(), activations.cols()), (n, cols));
     let mut out = vec![0.0; rows * n];
     matrix.multiply(&activations, &mut out);
     // Of inputs the rounded integers are the only error, of products f32 adds its own.
     let (mut exact, mut seen) = (vec![], vec![]);
     let decoded: Vec<Vec<f32>> = (0..n).map(|v| activations.decode(v)).collect();
-    let mut w = vec![0.0; cols];
+    let (mut w, mut of_bits) = (vec![0.0; cols], vec![0.0; cols]);
     for row in 0..rows {
         matrix.decode_row(row, &mut w);
-        let dot = |x: &[f32]| -> f64 {
+        for (col, w) in of_bits.iter_mut().enumerate() {
+            *w = weight(&bytes, row, col);
+        }
+        let dot = |w: &[f32], x: &[f32]| -> f64 {
             w.iter().zip(x).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum()
         };
-        exact.extend(x.chunks_exact(cols).map(dot));
-        seen.extend(decoded.iter().map(|x| dot(x)));
+        exact.extend(x.chunks_exact(cols).map(|x| dot(&w, x)));
+        seen.extend(decoded.iter().map(|x| dot(&of_bits, x)));
     }
     let (lost, rounded) = (distance(&out, &exact), distance(&out, &seen));
     println!("{lost:.2e} from the vectors as given, {rounded:.2e} from them as integers");
@@ -324,6 +390,75 @@ fn error(encoder: &TrellisEncoder, trellis: Trellis, source: &Matrix<'_>) -> f64
 }
 
 #[test]
+fn rotated_real_rows_reach_the_errors_the_profile_is_for() {
+    for (rate, most_bits, largest) in [(20, 2.53, 0.196), (24, 3.02, 0.139)] {
+        let trellis = Trellis::rotated(rate, 12).unwrap();
+        let bits = trellis.payload_bits(32, REAL_COLS) as f64 / (32 * REAL_COLS) as f64;
+        let encoder = TrellisEncoder::train(trellis, &real_rows(0..32)).unwrap();
+        let error = error(&encoder, trellis, &real_rows(32..64));
+        println!("{rate}: {bits:.4} bits, error {error:.4}");
+        assert!(bits <= most_bits && error <= largest, "{rate}: {bits} bits, error {error}");
+    }
+}
+
+#[test]
+fn gaussian_rows_reach_the_errors_the_rotated_profile_is_for() {
+    let cols = 3584;
+    let mut rng = Rng(8);
+    let mut rows = || -> Vec<u8> {
+        rng.gaussian(32 * cols).iter().flat_map(|w| (w * 0.02).to_le_bytes()).collect()
+    };
+    let (sample, others) = (rows(), rows());
+    let matrix = |bytes| Matrix::new(Codec::F32, 32, cols, bytes, &[]).unwrap();
+    for (rate, largest) in [(26, 0.1185), (28, 0.1015), (32, 0.0745)] {
+        let trellis = Trellis::rotated(rate, 12).unwrap();
+        let encoder = TrellisEncoder::train(trellis, &matrix(&sample)).unwrap();
+        let error = error(&encoder, trellis, &matrix(&others));
+        println!("{rate}: error {error:.4}");
+        assert!(error <= largest, "{rate}: error {error}");
+    }
+}
+
+#[test]
+fn rotated_rows_of_any_size_and_of_zeros_are_encoded_and_what_is_no_number_is_refused() {
+    let trellis = Trellis::rotated(24, 10).unwrap();
+    let cols = 160;
+    let mut weights = Rng(9).gaussian(5 * cols);
+    for (row, unit) in [1e37, 1e-30, 0.0, -1.0, 1e-3].into_iter().enumerate() {
+        weights[row * cols..][..cols].iter_mut().for_each(|w| *w *= unit);
+    }
+    let bytes =
+        |weights: &[f32]| -> Vec<u8> { weights.iter().flat_map(|w| w.to_le_bytes()).collect() };
+    let stored = bytes(&weights);
+    let source = Matrix::new(Codec::F32, 5, cols, &stored, &[]).unwrap();
+    let encoder = TrellisEncoder::train(trellis, &source).unwrap();
+    let (codes, sides) = encode(&encoder, trellis, &source);
+    let packed = TrellisMatrix::new(trellis, 5, cols, &codes, &sides, encoder.tables()).unwrap();
+    let mut found = vec![1.0; cols];
+    for (row, wanted) in weights.chunks_exact(cols).enumerate() {
+        packed.decode_row(row, &mut found);
+        let wanted: Vec<f64> = wanted.iter().map(|&w| f64::from(w)).collect();
+        match row {
+            2 => assert!(found.iter().all(|&w| w == 0.0)),
+            _ => assert!(distance(&found, &wanted) < 0.2, "row {row}"),
+        }
+    }
+    weights[3 * cols + 7] = f32::INFINITY;
+    let stored = bytes(&weights);
+    let source = Matrix::new(Codec::F32, 5, cols, &stored, &[]).unwrap();
+    let refused = encoder.encode(&source, &mut codes.clone(), &mut []);
+    assert!(matches!(refused, Err(LayoutError::Weight { row: 3, input: 7, .. })), "{refused:?}");
+    assert!(TrellisEncoder::train(trellis, &source).is_err());
+}
+
+#[test]
+#[should_panic(expected = "different bases")]
+fn a_rotated_matrix_does_not_take_vectors_that_are_not() {
+    let bytes = Bytes::random(&mut Rng(10), Trellis::rotated(16, 10).unwrap(), 8, 32);
+    bytes.matrix().unwrap().multiply(&Activations::new(&[1.0; 32], 32), &mut [0.0; 8]);
+}
+
+#[test]
 fn real_rows_reach_the_errors_the_format_is_for() {
     // Rate, most bits of payload per weight, largest error on rows that the tables were not made for.
     for (rate, most_bits, largest) in [(19, 2.53, 0.204), (23, 3.03, 0.132), (24, 3.15, 0.115)] {
@@ -346,8 +481,9 @@ fn fingerprint(bytes: &[u8]) -> u64 {
 #[test]
 fn every_encoder_and_machine_makes_the_same_bytes() {
     let source = real_rows(56..58);
-    for (rate, width, expected) in FINGERPRINTS {
-        let trellis = Trellis::new(rate, width).unwrap();
+    for (rate, width, rotated, expected) in FINGERPRINTS {
+        let new = if rotated { Trellis::rotated } else { Trellis::new };
+        let trellis = new(rate, width).unwrap();
         let trained = TrellisEncoder::train(trellis, &real_rows(0..2)).unwrap();
         for encoder in TrellisEncoder::all(trellis, trained.tables(), trained.split()) {
             let (codes, sides) = encode(&encoder, trellis, &source);
@@ -358,12 +494,15 @@ fn every_encoder_and_machine_makes_the_same_bytes() {
     }
 }
 
-/// Of tables and bytes, by rate and width.
-const FINGERPRINTS: [(usize, usize, u64); 4] = [
-    (16, 12, 0x9cef_e383_0490_ca5c),
-    (21, 10, 0x8f45_7dd9_9754_1604),
-    (23, 12, 0xd8ad_37f1_b836_d018),
-    (27, 11, 0x63e2_05e3_8f94_5e48),
+/// Of tables and bytes, by rate, width and whether rotated.
+const FINGERPRINTS: [(usize, usize, bool, u64); 7] = [
+    (16, 12, false, 0x9cef_e383_0490_ca5c),
+    (21, 10, false, 0x8f45_7dd9_9754_1604),
+    (23, 12, false, 0xd8ad_37f1_b836_d018),
+    (27, 11, false, 0x63e2_05e3_8f94_5e48),
+    (20, 12, true, 0xadfa_401b_8db2_064f),
+    (26, 10, true, 0x7f84_39b3_a3a9_8b15),
+    (32, 11, true, 0xe7cf_61c8_3c09_26d5),
 ];
 
 #[test]
@@ -447,14 +586,18 @@ fn only_mxfp4_is_encoded() {
 proptest! {
     #[test]
     fn any_bytes_are_refused_or_give_numbers(
-        rate in 16usize..=28,
+        rate in 16usize..=32,
+        rotated in any::<bool>(),
         width in 10usize..=14,
         rows in 0usize..20,
         blocks in 0usize..8,
         missing in prop_oneof![4 => Just(0usize), 1 => 1usize..70],
         seed in 1u64..,
     ) {
-        let trellis = Trellis::new(rate, width).unwrap();
+        let trellis = match rotated {
+            true => Trellis::rotated(rate, width).unwrap(),
+            false => Trellis::new(rate.min(28), width).unwrap(),
+        };
         let (cols, mut rng) = (blocks * 32, Rng(seed));
         let layout = trellis.layout(rows, cols).unwrap();
         let codes = rng.bytes(layout.codes.saturating_sub(missing));
@@ -471,7 +614,7 @@ proptest! {
                 }
                 if cols > 0 {
                     let mut out = vec![0.0; rows];
-                    matrix.multiply(&Activations::new(&vec![1e-30; cols], cols), &mut out);
+                    matrix.multiply(&integers(trellis, &vec![1e-30; cols], cols), &mut out);
                     prop_assert!(out.iter().all(|y| !y.is_nan()));
                 }
             }

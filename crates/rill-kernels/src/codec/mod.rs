@@ -269,6 +269,16 @@ pub enum LayoutError {
         /// What it is.
         found: u8,
     },
+    /// A weight that no code means.
+    #[error("the weight of row {row}, input {input}, is {weight}: repair or leave out the tensor")]
+    Weight {
+        /// Output row.
+        row: usize,
+        /// Input column.
+        input: usize,
+        /// What it is.
+        weight: f32,
+    },
     /// An index beyond its table.
     #[error("byte {byte} of the indices is {found}, the table has {entries} entries")]
     Index {

@@ -1,7 +1,8 @@
-//! From MXFP4 rows to the trellis format. Integers only, row by row: any split of the rows over
-//! threads, and any CPU, gives the same bytes.
+//! From MXFP4 rows to the trellis format's native profile, and from rows of any format to the rotated one. Row
+//! by row, in integers, or before those in f64 with every operation rounded by itself: any split of the rows
+//! over threads, and any CPU, gives the same bytes.
 
-use super::viterbi::{Costs, LEVELS, Scratch, Search, Stepper, Target};
+use super::viterbi::{Costs, Scratch, Search, Stepper, Target};
 use super::*;
 use crate::codec::{Codec, mxfp4};
 use crate::matrix::Matrix;
@@ -9,7 +10,17 @@ use crate::matrix::Matrix;
 /// Twice the value of a nibble.
 const DOUBLED: [i32; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// Turns MXFP4 matrices into trellis matrices.
+/// Quantiles of the standard normal distribution at (i + 32½)/64, thousandths.
+#[rustfmt::skip]
+const QUANTILES: [i64; ENTRIES / 2] = [
+    20, 59, 98, 138, 177, 217, 257, 298, 339, 381, 424, 467, 511, 556, 602, 650,
+    699, 750, 803, 858, 917, 978, 1043, 1113, 1189, 1273, 1366, 1473, 1601, 1762, 1987, 2418,
+];
+
+/// Units of table bytes in a rotated row's root mean square: tables reach 4 of those.
+const RMS: i64 = 16;
+
+/// Turns matrices into trellis matrices: MXFP4 ones into those of the native profile, any into rotated ones.
 pub struct TrellisEncoder {
     trellis: Trellis,
     tables: TrellisTables,
@@ -19,7 +30,7 @@ pub struct TrellisEncoder {
 
 impl TrellisEncoder {
     /// An encoder with given tables. Blocks whose squared nibbles, each doubled first, add up to more
-    /// than `split` are of class 1; the median over a tensor is best.
+    /// than `split` are of class 1; the median over a tensor is best. The rotated profile has one class.
     pub fn new(trellis: Trellis, tables: TrellisTables, split: u32) -> Self {
         Self::with(trellis, tables, split, Stepper::fastest())
     }
@@ -54,7 +65,8 @@ impl TrellisEncoder {
     /// `source`. Tiles are independent, so that threads may split them.
     ///
     /// # Errors
-    /// When `source` is not MXFP4, or too large.
+    /// When `source` is not MXFP4 and the profile is the native one, is too large, or has a weight that is not
+    /// finite.
     ///
     /// # Panics
     /// When the lengths are not those of the layout.
@@ -64,7 +76,7 @@ impl TrellisEncoder {
         codes: &mut [u8],
         sides: &mut [u8],
     ) -> Result<(), LayoutError> {
-        check_source(source)?;
+        check_source(self.trellis, source)?;
         let (rows, cols) = (source.rows(), source.cols());
         let layout = self.trellis.layout(rows, cols)?;
         assert_eq!((codes.len(), sides.len()), (layout.codes, layout.scales));
@@ -74,11 +86,19 @@ impl TrellisEncoder {
             (self.trellis.tile_bytes(cols), self.trellis.side_bytes(cols));
         let mut scratch = Scratch::default();
         for row in 0..rows {
-            let (exponent, target) = target(source, row, self.split);
+            let (scale, target) = if self.trellis.rotated {
+                rotated_target(source, row)?
+            } else {
+                let (exponent, target) = target(source, row, self.split);
+                (mxfp4::scale(exponent) / 10.0, target)
+            };
             self.search.row(&target, &mut scratch);
             let (tile, lane) = (row / TILE, row % TILE);
             let lines = &mut codes[tile * tile_bytes..][..tile_bytes];
-            self.put_stream(lines, lane, &scratch.found, exponent);
+            self.put_stream(lines, lane, &scratch.found, scale);
+            if self.trellis.rotated {
+                continue;
+            }
             let sides = &mut sides[tile * side_bytes..][..side_bytes];
             for (block, side) in target.sides.iter().enumerate() {
                 sides[block / 2 * TILE + lane] |= side << (block % 2 * 4);
@@ -89,7 +109,7 @@ impl TrellisEncoder {
 
     /// Writes the windows that `found` are the lowest bits of, and the row's scale, into a lane that is
     /// zero.
-    fn put_stream(&self, lines: &mut [u8], lane: usize, found: &[u16], exponent: u8) {
+    fn put_stream(&self, lines: &mut [u8], lane: usize, found: &[u16], scale: f32) {
         let mut put = |bit: usize, bits: u64| {
             for (line, part) in
                 [bits << (bit % 64), (bits >> 1) >> (63 - bit % 64)].iter().enumerate()
@@ -105,56 +125,38 @@ impl TrellisEncoder {
         for (col, &state) in found.iter().enumerate() {
             put(self.trellis.first_bit(col), u64::from(state));
         }
-        let scale = mxfp4::scale(exponent) / 10.0;
         put(self.trellis.lines(found.len()) * 64 - SCALE, u64::from(scale.to_bits()));
     }
 
     /// An encoder whose tables are made for `sample`, rows of the matrices to come: class by class they
-    /// start at the quantiles of the weights, shrunk by what the rate cannot express, and five times
+    /// start at the quantiles of the weights (rotated: of the normal distribution), shrunk by what the rate cannot express (rotated: stretched), and five times
     /// move to the means of the weights that the search gives to them.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
     pub fn train(trellis: Trellis, sample: &Matrix<'_>) -> Result<Self, LayoutError> {
-        check_source(sample)?;
+        check_source(trellis, sample)?;
         trellis.layout(sample.rows(), sample.cols())?;
         let rows = || 0..sample.rows();
+        if trellis.rotated {
+            let mut targets = vec![];
+            for row in rows() {
+                let (scale, target) = rotated_target(sample, row)?;
+                // Rows of zeros say nothing.
+                if scale > 0.0 {
+                    targets.push((0, target));
+                }
+            }
+            let tables = centroids(trellis, rotated_tables(trellis), &targets);
+            return Ok(Self::new(trellis, tables, 0));
+        }
         let mut energies: Vec<u32> = rows()
             .flat_map(|row| blocks(sample, row).1.into_iter().map(|b| energy(&b.nibbles)))
             .collect();
         energies.sort_unstable();
         let split = energies.get(energies.len().saturating_sub(1) / 2).copied().unwrap_or(0);
         let targets: Vec<(u8, Target)> = rows().map(|row| target(sample, row, split)).collect();
-        let top = targets.iter().map(|t| t.0).max().unwrap_or(0);
-
-        let mut tables = first_tables(trellis, &targets);
-        let mut scratch = Scratch::default();
-        for _ in 0..5 {
-            let search = Search::new(trellis, &costs(trellis, &tables), Stepper::fastest());
-            // Of each class and entry: sums of weight · doubled value, and of weights.
-            let mut sums = [[(0i64, 0i64); ENTRIES]; CLASSES];
-            for (exponent, target) in &targets {
-                search.row(target, &mut scratch);
-                for (col, (level, &state)) in target.levels.iter().zip(&scratch.found).enumerate() {
-                    // A square of the block's power of two; what is 2^−10 of the largest has no say.
-                    let delta = top - exponent + (target.sides[col / BLOCK] & MAX_DELTA);
-                    let Some(left) = 10u8.checked_sub(delta) else { continue };
-                    let weight = 1i64 << (2 * left);
-                    let entry = usize::from(trellis.entry(state));
-                    let sum = &mut sums[usize::from(level >> 4)][entry];
-                    sum.0 += weight * i64::from(DOUBLED[usize::from(level & 15)]);
-                    sum.1 += weight;
-                }
-            }
-            for (sums, table) in sums.iter().zip(&mut tables.bytes) {
-                for (&(sum, weight), byte) in sums.iter().zip(table) {
-                    if weight > 0 {
-                        // Ten times the mean of half the doubled values, rounded, halves upwards.
-                        *byte = table_byte((10 * sum + weight).div_euclid(2 * weight));
-                    }
-                }
-            }
-        }
+        let tables = centroids(trellis, first_tables(trellis, &targets), &targets);
         Ok(Self::new(trellis, tables, split))
     }
 }
@@ -165,11 +167,86 @@ impl std::fmt::Debug for TrellisEncoder {
     }
 }
 
-fn check_source(source: &Matrix<'_>) -> Result<(), LayoutError> {
-    match source.codec() {
-        Codec::Mxfp4 => Ok(()),
-        _ => Err(LayoutError::Trellis("only MXFP4 matrices become trellis matrices")),
+fn check_source(trellis: Trellis, source: &Matrix<'_>) -> Result<(), LayoutError> {
+    if trellis.rotated || source.codec() == Codec::Mxfp4 {
+        return Ok(());
     }
+    Err(LayoutError::Trellis("only MXFP4 matrices become trellis matrices of the native profile"))
+}
+
+/// Five times moves the weights of tables to the means of those that the search gives to them. Each target
+/// has its row's exponent.
+fn centroids(
+    trellis: Trellis,
+    mut tables: TrellisTables,
+    targets: &[(u8, Target)],
+) -> TrellisTables {
+    let top = targets.iter().map(|t| t.0).max().unwrap_or(0);
+    let mut scratch = Scratch::default();
+    for _ in 0..5 {
+        let search = Search::new(trellis, &costs(trellis, &tables), Stepper::fastest());
+        // Of each class and entry: sums of weight · doubled value, and of weights.
+        let mut sums = [[(0i64, 0i64); ENTRIES]; CLASSES];
+        for (exponent, target) in targets {
+            search.row(target, &mut scratch);
+            for (col, (&level, &state)) in target.levels.iter().zip(&scratch.found).enumerate() {
+                // A square of the block's power of two; what is 2^−10 of the largest has no say.
+                let delta = top - exponent + (target.sides[col / BLOCK] & MAX_DELTA);
+                let Some(left) = 10u8.checked_sub(delta) else { continue };
+                let weight = 1i64 << (2 * left);
+                let (class, doubled) = wanted(trellis, usize::from(level));
+                let sum = &mut sums[class][usize::from(trellis.entry(state))];
+                sum.0 += weight * i64::from(doubled);
+                sum.1 += weight;
+            }
+        }
+        for (sums, table) in sums.iter().zip(&mut tables.bytes) {
+            for (&(sum, weight), byte) in sums.iter().zip(table) {
+                if weight > 0 {
+                    // Half the mean, rounded, halves upwards.
+                    *byte = table_byte((sum + weight).div_euclid(2 * weight));
+                }
+            }
+        }
+    }
+    tables
+}
+
+/// Class of a level, and twice its weight in units of a table's bytes.
+fn wanted(trellis: Trellis, level: usize) -> (usize, i32) {
+    if trellis.rotated { (0, level as i32 - 128) } else { (level / 16, 10 * DOUBLED[level % 16]) }
+}
+
+/// Scale and target of a row of the rotated profile.
+fn rotated_target(source: &Matrix<'_>, row: usize) -> Result<(f32, Target), LayoutError> {
+    let cols = source.cols();
+    let mut weights = vec![0.0; cols];
+    source.decode_row(row, &mut weights);
+    if let Some(input) = weights.iter().position(|w| !w.is_finite()) {
+        return Err(LayoutError::Weight { row, input, weight: weights[input] });
+    }
+    let mut weights: Vec<f64> = weights.into_iter().map(f64::from).collect();
+    rotation::rotate_f64(&mut weights);
+    // In the order of the inputs; of no inputs NaN, which the comparison below takes for zero.
+    let squares = weights.iter().fold(0.0, |sum, w| sum + w * w);
+    let scale = ((squares / cols as f64).sqrt() / RMS as f64) as f32;
+    let doubled = if scale > 0.0 { 2.0 / f64::from(scale) } else { 0.0 };
+    let level = |w: &f64| ((w * doubled).round_ties_even().clamp(-128.0, 127.0) + 128.0) as u8;
+    let levels = weights.iter().map(level).collect();
+    Ok((scale.max(0.0), Target { levels, sides: vec![0; cols / BLOCK] }))
+}
+
+/// The quantiles of normally distributed weights times 1.04 at the lowest rate to 1.23 at the highest: the finer
+/// the rate, the more of its entries should be where weights are few, and centroids hardly move there.
+fn rotated_tables(trellis: Trellis) -> TrellisTables {
+    let stretched = RMS * (1040 + 12 * (trellis.rate as i64 - 16));
+    let unsigned = QUANTILES.map(|q| (q * stretched + 500_000) / 1_000_000);
+    let mut first = [ZERO; ENTRIES];
+    for (i, units) in unsigned.into_iter().enumerate() {
+        first[ENTRIES / 2 + i] = table_byte(units);
+        first[ENTRIES / 2 - 1 - i] = table_byte(-units);
+    }
+    TrellisTables { bytes: [first, [0; ENTRIES]] }
 }
 
 /// A block of a row, in units of the row's largest power of two times 2^−delta.
@@ -260,19 +337,23 @@ fn table_byte(tenths: i64) -> u8 {
     (tenths + i64::from(ZERO)).clamp(0, i64::from(LARGEST)) as u8
 }
 
-/// `min(255, round(α (wanted − entry)²))` for every wanted value and entry.
-fn costs(trellis: Trellis, tables: &TrellisTables) -> Costs {
+/// `min(255, round(α (wanted − entry)²))` for every level and entry, differences in units of the block's power of
+/// two, or of a rotated row's root mean square.
+fn costs(trellis: Trellis, tables: &TrellisTables) -> Vec<Costs> {
     // The finer the rate, the smaller the errors, and the finer they must be told apart. Half as much
     // again, or a third less, changes errors by less than 0.5 %.
     const ALPHA: [i32; 13] = [5, 6, 8, 8, 8, 9, 10, 10, 12, 16, 20, 25, 30];
-    let alpha = ALPHA[trellis.rate - 16];
-    std::array::from_fn(|level: usize| {
-        let wanted = 5 * DOUBLED[level % 16];
+    let (levels, alpha, unit) = if trellis.rotated {
+        (256, 30 + 8 * (trellis.rate as i32 - 16), RMS as i32)
+    } else {
+        (32, ALPHA[trellis.rate - 16], 10)
+    };
+    let of_level = |level: usize| {
+        let (class, doubled) = wanted(trellis, level);
         std::array::from_fn(|entry| {
-            let tenths = wanted - tables.units(level / 16, entry as u8);
-            ((alpha * tenths * tenths + 50) / 100).min(255) as u8
+            let lost = doubled - 2 * tables.units(class, entry as u8);
+            ((alpha * lost * lost + 2 * unit * unit) / (4 * unit * unit)).min(255) as u8
         })
-    })
+    };
+    (0..levels).map(of_level).collect()
 }
-
-const _: () = assert!(LEVELS == CLASSES * 16);

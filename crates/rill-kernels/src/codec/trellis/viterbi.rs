@@ -7,14 +7,13 @@
 
 use super::{BLOCK, GROUP, Trellis};
 
-/// Costs of entries, by `class << 4 | nibble`: what a weight that should be the nibble loses.
-pub(super) type Costs = [[u8; super::ENTRIES]; LEVELS];
-/// Kinds of wanted weights.
-pub(super) const LEVELS: usize = 32;
+/// Costs of entries, by level: what a weight loses that should be the level's.
+pub(super) type Costs = [u8; super::ENTRIES];
 
 /// What the search wants of a row.
 pub(super) struct Target {
-    /// `class << 4 | nibble` of each input.
+    /// Kind of weight of each input: `class << 4 | nibble`, or of the rotated profile twice the weight in
+    /// units of a table's bytes, plus 128.
     pub(super) levels: Vec<u8>,
     /// Side nibble of each block.
     pub(super) sides: Vec<u8>,
@@ -121,7 +120,7 @@ impl Stepper {
 pub(super) struct Search {
     trellis: Trellis,
     stepper: Stepper,
-    /// Cost of each state, (32, 2^width).
+    /// Cost of each state, (levels, 2^width).
     costs: Vec<u8>,
 }
 
@@ -136,9 +135,9 @@ pub(super) struct Scratch {
 }
 
 impl Search {
-    pub(super) fn new(trellis: Trellis, costs: &Costs, stepper: Stepper) -> Self {
+    pub(super) fn new(trellis: Trellis, costs: &[Costs], stepper: Stepper) -> Self {
         let states = 0..1u32 << trellis.width;
-        let of_level = |level: &[u8; super::ENTRIES]| {
+        let of_level = |level: &Costs| {
             let level = *level;
             states.clone().map(move |s| level[usize::from(trellis.entry(s as u16))])
         };
@@ -239,7 +238,7 @@ mod tests {
     #[test]
     fn every_stepper_gives_the_specifications_bytes() {
         let mut seed = 0x1234_5678_9abc_def0;
-        for (next_bits, bits) in [(2, 2), (2, 3), (3, 2), (3, 3), (3, 4), (4, 3)] {
+        for (next_bits, bits) in [(2, 2), (2, 3), (3, 2), (3, 3), (3, 4), (4, 3), (4, 4)] {
             for width in 10..=14 {
                 // Small numbers for many ties, large ones for sums beyond 255.
                 for most in [3, 40, 254] {
@@ -313,11 +312,13 @@ mod tests {
     #[test]
     fn what_is_found_is_a_stream_and_the_cheapest_one() {
         let mut seed = 99;
-        for (rate, width) in [(16, 10), (19, 10), (23, 11), (24, 10), (26, 11), (28, 10)] {
-            let trellis = Trellis::new(rate, width).unwrap();
+        for (rate, width) in [(16, 10), (19, 10), (23, 11), (24, 10), (26, 11), (28, 10), (32, 11)]
+        {
+            let trellis = Trellis::rotated(rate, width).unwrap();
             // Cheap enough that no sum reaches 255, where it would stop growing.
-            let costs: Costs = std::array::from_fn(|_| bytes(&mut seed, 64, 3).try_into().unwrap());
-            let levels = bytes(&mut seed, 64, LEVELS as u8 - 1);
+            let mut level_costs = || -> Costs { bytes(&mut seed, 64, 3).try_into().unwrap() };
+            let costs: Vec<Costs> = (0..32).map(|_| level_costs()).collect();
+            let levels = bytes(&mut seed, 64, 31);
             let cost = |col: usize, s: usize| {
                 let entry = trellis.entry(s as u16);
                 u32::from(costs[usize::from(levels[col])][usize::from(entry)])

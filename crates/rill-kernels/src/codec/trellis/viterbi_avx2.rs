@@ -15,6 +15,7 @@ pub(super) fn step(s: Step<'_>) -> u8 {
         (3, 3) => run::<3, 3>(s),
         (3, 4) => run::<3, 4>(s),
         (4, 3) => run::<4, 3>(s),
+        (4, 4) => run::<4, 4>(s),
         _ => super::viterbi::step(s),
     }
 }
