@@ -1,10 +1,11 @@
 //! How well and how fast the trellis format encodes real weights, and how fast it is multiplied:
 //!
 //! ```text
-//! cargo run --release -p rill-kernels --example trellis [WIDTH or RATE ...]
+//! cargo run --release -p rill-kernels --example trellis [rotated] [WIDTH or RATE ...]
 //! ```
 //!
-//! Numbers up to 14 are widths, larger ones rates; all rates at width 12 without. Tables are made for the first 32
+//! Numbers up to 14 are widths, larger ones rates; all rates at width 12 without. `rotated` is for that profile, and
+//! says how long turning and quantising a vector takes. Tables are made for the first 32
 //! rows of `fixtures/k3-real`, errors ‖W − W′‖/‖W‖ are those of the other 32 against the published weights, bits
 //! are without tables. Seconds are those of one core for one expert of Kimi K3, 33.03 million weights, from
 //! the fastest of ten runs over each of four tiles, because others may be using the machine. Products are those of
@@ -26,23 +27,33 @@ const TILES: usize = ROWS / 2 / 8;
 const EXPERT_WEIGHTS: f64 = 3.0 * 3072.0 * 3584.0;
 
 fn main() {
+    let rotated = std::env::args().any(|a| a == "rotated");
     let numbers: Vec<usize> = std::env::args().skip(1).filter_map(|a| a.parse().ok()).collect();
     let (mut widths, mut rates): (Vec<_>, Vec<_>) = numbers.into_iter().partition(|&n| n <= 14);
     if widths.is_empty() {
         widths.push(12);
     }
     if rates.is_empty() {
-        rates.extend(16..=28);
+        rates.extend(16..=if rotated { 32 } else { 28 });
     }
     let file = include_bytes!("../../../fixtures/k3-real/mxfp4_rows.safetensors");
     let (code_bytes, scale_bytes) = (ROWS * COLS / 2, ROWS * COLS / 32);
     let (codes, scales) = file[file.len() - code_bytes - scale_bytes..].split_at(code_bytes);
     let source = Matrix::new(Codec::Mxfp4, ROWS, COLS, codes, scales).expect("as published");
     let (sample, rest) = (source.row_range(0..ROWS / 2), source.row_range(ROWS / 2..ROWS));
+    if rotated {
+        let x: Vec<f32> = (0..COLS).map(|i| (i % 13) as f32 - 6.0).collect();
+        let [plain, turned] = [Activations::new, Activations::rotated].map(|prepare| {
+            let many = || (0..1000).for_each(|_| drop(black_box(prepare(black_box(&x), COLS))));
+            best_of(many) * 1e3
+        });
+        println!("{COLS} inputs: quantised in {plain:.1} µs, turned and quantised in {turned:.1}");
+    }
     println!("width  rate  payload bits  stored bits   error  seconds per expert; products");
     for &width in &widths {
         for &rate in &rates {
-            let trellis = Trellis::new(rate, width).expect("10 to 14, 16 to 28");
+            let new = if rotated { Trellis::rotated } else { Trellis::new };
+            let trellis = new(rate, width).expect("10 to 14, 16 to 28, or 32 if rotated");
             let encoder = TrellisEncoder::train(trellis, &sample).expect("a sample of MXFP4");
             let layout = trellis.layout(rest.rows(), COLS).expect("whole blocks");
             let (mut codes, mut sides) = (vec![0; layout.codes], vec![0; layout.scales]);
@@ -89,7 +100,7 @@ fn speeds(trellis: Trellis, codes: &[u8], sides: &[u8], tables: &TrellisTables) 
     let speed = |kernels: &TrellisKernels| {
         let [one, sixteen] = [1, 16].map(|n| {
             let x: Vec<f32> = (0..n * COLS).map(|i| (i % 13) as f32 - 6.0).collect();
-            let x = Activations::new(&x, COLS);
+            let x = integers(trellis)(&x, COLS);
             let mut out = vec![0.0; rows * n];
             let seconds = best_of(|| kernels.multiply(black_box(&matrix), &x, black_box(&mut out)));
             (rows * COLS * n) as f64 / seconds / 1e9
@@ -97,6 +108,10 @@ fn speeds(trellis: Trellis, codes: &[u8], sides: &[u8], tables: &TrellisTables) 
         format!("{} {one:.1} ({sixteen:.1})", kernels.name())
     };
     kernels.iter().map(speed).collect()
+}
+
+fn integers(trellis: Trellis) -> fn(&[f32], usize) -> Activations {
+    if trellis.is_rotated() { Activations::rotated } else { Activations::new }
 }
 
 fn best_of(mut f: impl FnMut()) -> f64 {
