@@ -57,8 +57,12 @@ impl Activations {
             scales.push(scale);
             let mut sum = 0;
             for x in block {
-                // What is not finite becomes 0 here: infinity times 0 is NaN, which the cast makes 0.
-                let whole = (x * inverse).round_ties_even() as i32;
+                // Sums of this size are whole numbers, rounded to nearest, ties to even, and their bits count
+                // up one by one. Rounding itself would be a call where not every CPU has an instruction.
+                const WHOLE: f32 = 12_582_912.0;
+                let rounded = (x * inverse + WHOLE).to_bits() as i32 - WHOLE.to_bits() as i32;
+                // Infinity times 0 is NaN.
+                let whole = if finite { rounded } else { 0 };
                 let top = (whole + 64) >> 7;
                 high.push(top as i8);
                 low.push((whole - (top << 7)) as i8);
@@ -119,6 +123,17 @@ mod tests {
         assert_eq!(a.scales, [1.0]);
         assert_eq!([0, 1, 2, 3, 4, 5].map(|i| a.whole(i)), [16319, -16319, 0, 2, -2, 0]);
         assert_eq!((a.high[0], a.low[0], a.high[1], a.low[1]), (127, 63, -127, -63));
+    }
+
+    #[test]
+    fn integers_are_the_nearest_ones_and_of_two_the_even_one() {
+        for first in -65276..65276i32 {
+            // A scale of one, and every quarter there is.
+            let mut x = [first as f32 / 4.0; BLOCK];
+            x[1] = 16319.0;
+            let a = Activations::new(&x, BLOCK);
+            assert_eq!(a.whole(0), x[0].round_ties_even() as i32, "{}", x[0]);
+        }
     }
 
     #[test]
