@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use rill::Checkpoint;
 use rill_convert::{
-    Control, ConvertError, ConvertSource, Deletion, FirstLayers, Plan, Progress, Quality, Reclaim,
-    TrunkCodec, WeightError, deletions, differing_files, open_checkpoint, weight_errors,
+    Control, ConvertError, ConvertSource, Deletion, FirstLayers, LayerError, Plan, Progress,
+    Quality, Reclaim, TrunkCodec, WeightError, deletions, differing_files, open_checkpoint,
+    weight_errors,
 };
 use rill_format::Waste;
 use rill_format::container::Container;
@@ -273,6 +274,11 @@ impl<'a> Meter<'a> {
     pub(crate) fn tell(&self, progress: Progress) -> ControlFlow<()> {
         if self.interrupted.load(Ordering::Relaxed) {
             return ControlFlow::Break(());
+        }
+        if let Some(LayerError { layer, experts, error }) = progress.layer {
+            let clear = if self.shown { format!("\r{:70}\r", "") } else { String::new() };
+            let error = 100.0 * error;
+            note(&format!("{clear}layer {layer}: error of {experts} experts {error:.2} %"));
         }
         if self.shown
             && let Ok(mut last) = self.last.try_lock()

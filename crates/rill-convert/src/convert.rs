@@ -16,7 +16,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rill_format::container::{
-    self, Checksum, CodecName, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex,
+    self, Bank, Checksum, CodecName, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex,
 };
 use rill_format::{Checkpoint, Folder};
 use rill_kernels::{Codec, Matrix, Mxfp4zMatrix};
@@ -27,6 +27,7 @@ use crate::error::ConvertError;
 use crate::note::{NOTE, Note, SourceFile};
 use crate::plan::Plan;
 use crate::reclaim::{self, Deletion, Ledger, Reclaim, Reclaimed};
+use crate::sample::{Distance, LayerError, Sample};
 use crate::source::{ConvertSource, Form, SourceTensor, StoredBytes, kernel_codec};
 use crate::trellis;
 
@@ -35,7 +36,7 @@ const LOG: &str = "convert.log";
 pub(crate) const PIECE_BYTES: u64 = 16 << 20;
 
 /// How far a conversion has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Progress {
     /// Bytes of the container that are written.
     pub done_bytes: u64,
@@ -43,6 +44,8 @@ pub struct Progress {
     pub resumed_bytes: u64,
     /// Bytes of the container.
     pub total_bytes: u64,
+    /// The layer whose experts have become complete just now, if anything of them was lost.
+    pub layer: Option<LayerError>,
 }
 
 /// What the caller decides while a conversion runs.
@@ -133,7 +136,9 @@ fn carry_out(
                 done_bytes: 0,
                 resumed_bytes: 0,
                 total_bytes: plan.container_bytes(),
+                layer: None,
             },
+            lost: vec![Lost::default(); plan.banks().len()],
             run_checksums: vec![0; plan.manifest.trunk.runs.len()],
             records: plan
                 .banks()
@@ -288,6 +293,19 @@ struct State {
     run_checksums: Vec<u64>,
     /// Per bank and expert.
     records: Vec<Vec<Whole>>,
+    /// Per bank.
+    lost: Vec<Lost>,
+}
+
+/// What packing has lost of a bank's experts. Summed up in the order in which they are done, so that the
+/// last digits may differ from run to run; they are for people.
+#[derive(Clone, Copy, Default)]
+struct Lost {
+    /// Experts that are whole.
+    done: u32,
+    /// Of these, experts that were packed with loss by this process.
+    packed: u32,
+    distance: Distance,
 }
 
 /// A worker that panics must not leave others waiting for its record.
@@ -345,6 +363,7 @@ impl Job<'_> {
                 };
                 self.done(run.bytes, run.bytes, finished.is_some(), |state| {
                     state.run_checksums[index] = checksum;
+                    None
                 })?;
             }
             Task::Record { bank, expert } => {
@@ -358,6 +377,12 @@ impl Job<'_> {
                 let most_bytes = self.plan.record_bytes();
                 self.done(record.bytes, most_bytes, finished.is_some(), |state| {
                     state.records[bank][expert as usize] = record;
+                    let lost = &mut state.lost[bank];
+                    lost.done += 1;
+                    let Bank { layer, experts, .. } = self.plan.banks()[bank];
+                    let error = lost.distance.relative();
+                    let complete = lost.done == experts && lost.packed > 0;
+                    complete.then_some(LayerError { layer, experts: lost.packed, error })
                 })?;
             }
         }
@@ -381,17 +406,17 @@ impl Job<'_> {
         bytes: u64,
         planned_bytes: u64,
         resumed: bool,
-        record: impl FnOnce(&mut State),
+        record: impl FnOnce(&mut State) -> Option<LayerError>,
     ) -> Result<(), ConvertError> {
         let progress = {
             let mut state = self.state.lock().expect("no worker panicked");
-            record(&mut state);
+            let layer = record(&mut state);
             state.progress.done_bytes += bytes;
             state.progress.total_bytes -= planned_bytes - bytes;
             if resumed {
                 state.progress.resumed_bytes += bytes;
             }
-            state.progress
+            Progress { layer, ..state.progress }
         };
         self.tell(progress)
     }
@@ -527,13 +552,27 @@ impl Job<'_> {
         let layout = self.plan.layout.as_ref().expect("banks have a layout");
         let sources = self.plan.expert_sources.as_ref().expect("banks have sources");
         let parts = self.source.read_expert(sources, bank, expert)?;
-        let mut packed = Vec::new();
+        let (mut packed, mut distance) = (Vec::new(), None);
         for (index, stored) in parts.into_iter().enumerate() {
             let matrix = &layout.matrices[index];
             let name = sources.name(bank, expert, index);
             let form = sources.matrices[index].form;
             let shape = (matrix.rows, matrix.cols);
-            packed.push(transcode(form, matrix.codec, shape, stored, &name, 0)?);
+            let (rows, cols) = (matrix.rows as usize, matrix.cols as usize);
+            let layout_error = |source| ConvertError::Layout { tensor: name.clone(), source };
+            let keeps_all = form.is(matrix.codec) || matrix.codec.name == CodecName::Mxfp4z;
+            let sample = match keeps_all {
+                true => None,
+                false => Some(Sample::of(form, (rows, cols), &stored).map_err(layout_error)?),
+            };
+            let (codes, scales) = transcode(form, matrix.codec, shape, stored, &name, 0)?;
+            if let Some(sample) = sample {
+                let codec = kernel_codec(matrix.codec).map_err(layout_error)?;
+                let of_matrix = Matrix::accepted(codec, rows, cols, &codes, &scales, &[]);
+                let of_matrix = sample.distance(&of_matrix.map_err(layout_error)?);
+                distance.get_or_insert_with(Distance::default).add(of_matrix);
+            }
+            packed.push((codes, scales));
         }
         let code_bytes = std::array::from_fn(|index| packed[index].0.len() as u64);
         let own = layout.with_code_bytes(code_bytes).ok_or_else(|| ConvertError::Tensor {
@@ -550,7 +589,15 @@ impl Job<'_> {
         own.seal(&mut record, layer, expert);
         let made = whole(layout, &record, layer, expert, false);
         let made = made.expect("a record that was just sealed is right");
-        Ok(self.target.banks.write(bank, expert, &record)?.then_some(made))
+        if !self.target.banks.write(bank, expert, &record)? {
+            return Ok(None);
+        }
+        if let Some(distance) = distance {
+            let lost = &mut self.state.lock().expect("no worker panicked").lost[bank];
+            lost.packed += 1;
+            lost.distance.add(distance);
+        }
+        Ok(Some(made))
     }
 }
 

@@ -1,8 +1,10 @@
 //! How much of a model a container keeps, in one word.
 
+use rill_format::container::{Codec, CodecName};
+
 use crate::error::ConvertError;
 use crate::plan::{ExpertCodec, TrunkCodec};
-use crate::source::ConvertSource;
+use crate::source::{ConvertSource, SourceMatrix};
 
 /// Formats that belong together. Bits are those of a weight of Kimi K3's experts, side information
 /// included.
@@ -28,12 +30,19 @@ impl Quality {
         source: &dyn ConvertSource,
     ) -> Result<(ExpertCodec, TrunkCodec), ConvertError> {
         let rate = match self {
-            Self::Lossless => return Ok((ExpertCodec::Source, TrunkCodec::Source)),
+            Self::Lossless => {
+                // Entropy-coded if they are MXFP4, which nothing is lost of; otherwise as they are.
+                let experts = source.experts()?;
+                let is_mxfp4 =
+                    |matrix: &SourceMatrix| matrix.form.is(Codec::plain(CodecName::Mxfp4));
+                let coded = experts.is_some_and(|experts| experts.matrices.iter().all(is_mxfp4));
+                let experts = if coded { ExpertCodec::Mxfp4z } else { ExpertCodec::Source };
+                return Ok((experts, TrunkCodec::Source));
+            }
             Self::High => 26,
             Self::Standard => 23,
             Self::Small => 19,
         };
-        source.experts()?;
         Ok((ExpertCodec::Trellis { rate }, TrunkCodec::Q4))
     }
 }

@@ -434,7 +434,7 @@ impl Job<'_> {
             *done
         };
         let total_bytes = self.synth.container_bytes();
-        let progress = Progress { done_bytes, resumed_bytes: 0, total_bytes };
+        let progress = Progress { done_bytes, resumed_bytes: 0, total_bytes, layer: None };
         match (self.control.progress)(progress) {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(ConvertError::Cancelled),

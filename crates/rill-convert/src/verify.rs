@@ -198,7 +198,7 @@ fn in_parallel<T: Send>(
                 *done += bytes;
                 *done
             };
-            let progress = Progress { done_bytes, resumed_bytes: 0, total_bytes };
+            let progress = Progress { done_bytes, resumed_bytes: 0, total_bytes, layer: None };
             if let ControlFlow::Break(()) = (control.progress)(progress) {
                 return Err(ConvertError::Cancelled);
             }

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rill_convert::{
-    Control, ConvertError, ExpertCodec, Plan, Progress, TrunkCodec, convert, verify,
+    Control, ConvertError, ExpertCodec, Plan, Progress, TrunkCodec, convert, verify, weight_errors,
 };
 use rill_format::container::{ALIGN, Container, MANIFEST};
 use rill_format::{Checkpoint, Folder};
@@ -51,6 +52,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 
 const LOSSLESS: (ExpertCodec, TrunkCodec) = (ExpertCodec::Source, TrunkCodec::Source);
 const SMALL: (ExpertCodec, TrunkCodec) = (ExpertCodec::Q8, TrunkCodec::Q4);
+const TRELLIS: (ExpertCodec, TrunkCodec) = (ExpertCodec::Trellis { rate: 23 }, TrunkCodec::Source);
 
 #[test]
 fn a_lossless_container_holds_the_published_bytes() {
@@ -93,8 +95,44 @@ fn a_lossless_container_holds_the_published_bytes() {
 }
 
 #[test]
+fn the_error_of_each_layer_is_told_when_its_experts_are_done() {
+    let told = |path: &str, experts| {
+        let (dir, told) = (tempfile::tempdir().unwrap(), Mutex::new(Vec::new()));
+        let progress = |p: Progress| {
+            told.lock().unwrap().extend(p.layer);
+            ControlFlow::Continue(())
+        };
+        let checkpoint = source(path);
+        let plan = Plan::new(&checkpoint, experts, TrunkCodec::Source).unwrap();
+        let control = Control { jobs: 2, progress: &progress };
+        convert(&checkpoint, &plan, dir.path(), &control).unwrap();
+        let container = Container::open(dir.path().to_owned()).unwrap();
+        let errors = weight_errors(&container, &checkpoint, &control).unwrap();
+        let errors = errors.into_iter().filter(|error| error.experts).map(|error| error.mean);
+        (told.into_inner().unwrap(), errors.collect::<Vec<f64>>())
+    };
+    for (path, experts) in [
+        ("fixtures/k3-tiny", TRELLIS.0),
+        ("fixtures/k3-tiny", ExpertCodec::Q4),
+        ("fixtures/kimi-linear-tiny", ExpertCodec::Q8),
+    ] {
+        let (mut layers, errors) = told(path, experts);
+        layers.sort_by_key(|layer| layer.layer);
+        assert!(!layers.is_empty() && layers.len() == errors.len(), "{layers:?}");
+        for (layer, error) in layers.iter().zip(errors) {
+            assert!(layer.experts >= 4, "{layer:?}");
+            // Of some rows of all experts, and a mean over tensors.
+            assert!((layer.error / error - 1.0).abs() < 0.05, "{layer:?}, {error}");
+        }
+    }
+    for lossless in [ExpertCodec::Source, ExpertCodec::Mxfp4z] {
+        assert_eq!(told("fixtures/k3-tiny", lossless).0, []);
+    }
+}
+
+#[test]
 fn any_number_of_jobs_writes_the_same_bytes() {
-    for codecs in [LOSSLESS, SMALL] {
+    for codecs in [LOSSLESS, SMALL, TRELLIS] {
         let one = tempfile::tempdir().unwrap();
         run("fixtures/k3-tiny", codecs, one.path(), 1).unwrap();
         let four = tempfile::tempdir().unwrap();
