@@ -27,9 +27,14 @@ fn main() -> ExitCode {
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as u64);
     let found = match step.as_str() {
         "kill-convert" | "kill-reclaim" => {
-            let reclaim = step == "kill-reclaim";
-            kills::kill_and_resume(rill, &repository.join("models/k3-nano"), count, seed, reclaim)
-                .map(|kills| format!("{kills:?}"))
+            let (reclaim, nano) = (step == "kill-reclaim", repository.join("models/k3-nano"));
+            // Records of one size, then records that lie behind one another.
+            let half = |experts, count| {
+                kills::kill_and_resume(rill, &nano, count, seed, experts, reclaim)
+                    .map(|kills| format!("{experts} {kills:?}"))
+            };
+            half("q8", count - count / 2)
+                .and_then(|first| Ok(format!("{first}, {}", half("mxfp4z", count / 2)?)))
         }
         "container-mutations" => {
             mutations::mutate(rill, &repository.join("fixtures/k3-tiny"), count, seed)

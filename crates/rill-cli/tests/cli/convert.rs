@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use rill_testkit::tensors;
+use rill_testkit::{tensors, write_uneven_experts};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -38,7 +38,7 @@ fn json(text: &str) -> Value {
 #[test]
 fn a_conversion_killed_at_random_moments_ends_with_the_same_bytes() {
     let source = repository("models/k3-nano");
-    let kills = kill_and_resume(program(), &source, KILLS, 20, false).unwrap();
+    let kills = kill_and_resume(program(), &source, KILLS, 20, "q8", false).unwrap();
     println!("{kills:?}");
 }
 
@@ -46,8 +46,19 @@ fn a_conversion_killed_at_random_moments_ends_with_the_same_bytes() {
 fn a_conversion_that_deletes_its_source_is_survived_at_random_moments_too() {
     // Three shards; the demo has two.
     let source = repository("fixtures/k3-tiny");
-    let kills = kill_and_resume(program(), &source, KILLS, 22, true).unwrap();
+    let kills = kill_and_resume(program(), &source, KILLS, 22, "q8", true).unwrap();
     println!("{kills:?}");
+}
+
+#[test]
+fn records_that_differ_in_size_are_at_their_places_after_any_kill() {
+    // Records of two to five units of 16 KiB, in three files of the source.
+    let source = tempfile::tempdir().unwrap();
+    write_uneven_experts(source.path(), &repository("fixtures/k3-tiny"), 3).unwrap();
+    for (seed, reclaim) in [(24, false), (25, true)] {
+        let kills = kill_and_resume(program(), source.path(), KILLS, seed, "mxfp4z", reclaim);
+        println!("{:?}", kills.unwrap());
+    }
 }
 
 #[test]
@@ -502,7 +513,8 @@ mod unix {
         loop {
             let folder = tempfile::tempdir().unwrap();
             let source = repository("models/k3-nano");
-            let mut child = start_conversion(program(), &source, folder.path(), 1, false).unwrap();
+            let mut child =
+                start_conversion(program(), &source, folder.path(), "q8", 1, false).unwrap();
             let start = Instant::now();
             // The first run is noted when it is whole.
             while fs::read(folder.path().join("convert.log")).is_ok_and(|log| log.is_empty())

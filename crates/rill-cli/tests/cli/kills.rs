@@ -29,12 +29,13 @@ pub(crate) fn kill_and_resume(
     original: &Path,
     midway: usize,
     seed: u64,
+    experts: &str,
     reclaim: bool,
 ) -> Result<Kills, String> {
     let mut random = Random(seed);
     let whole = tempfile::tempdir().map_err(|e| e.to_string())?;
     let start = Instant::now();
-    finish(rill, original, whole.path(), 1, false)?;
+    finish(rill, original, whole.path(), experts, 1, false)?;
     let mut longest_us = start.elapsed().as_micros() as usize;
     let expected = files(whole.path())?;
 
@@ -54,7 +55,7 @@ pub(crate) fn kill_and_resume(
         // A resumed conversion can be killed as well.
         for _ in 0..1 + random.below(3) {
             let jobs = 1 + random.below(2);
-            let mut child = start_conversion(rill, source, folder.path(), jobs, reclaim)?;
+            let mut child = start_conversion(rill, source, folder.path(), experts, jobs, reclaim)?;
             sleep(Duration::from_micros(random.below(longest_us) as u64));
             child.kill().and_then(|()| child.wait()).map_err(|e| e.to_string())?;
             let left = files(folder.path())?;
@@ -76,7 +77,7 @@ pub(crate) fn kill_and_resume(
         }
         let left = files(folder.path())?;
         if !left.contains_key("manifest.json") || left.contains_key("convert.json") {
-            finish(rill, source, folder.path(), 1 + random.below(2), reclaim)?;
+            finish(rill, source, folder.path(), experts, 1 + random.below(2), reclaim)?;
         }
         let is_shard = |name: &&String| name.ends_with(".safetensors") && name.contains("-of-");
         if reclaim && let Some(shard) = files(source)?.keys().find(is_shard) {
@@ -94,17 +95,18 @@ pub(crate) fn kill_and_resume(
     Ok(kills)
 }
 
-/// Starts a conversion that makes experts larger and the trunk smaller.
+/// Starts a conversion to some format of experts that makes the trunk smaller.
 pub(crate) fn start_conversion(
     rill: &Path,
     source: &Path,
     to: &Path,
+    experts: &str,
     jobs: usize,
     reclaim: bool,
 ) -> Result<Child, String> {
     let mut command = Command::new(rill);
     command.arg("convert").arg(source).arg(to);
-    command.args(["--experts", "q8", "--trunk", "q4", "--jobs", &jobs.to_string()]);
+    command.args(["--experts", experts, "--trunk", "q4", "--jobs", &jobs.to_string()]);
     if reclaim {
         command.args(["--reclaim", "on", "--trust-source"]);
     }
@@ -113,8 +115,15 @@ pub(crate) fn start_conversion(
 }
 
 /// Runs a conversion to its end.
-fn finish(rill: &Path, source: &Path, to: &Path, jobs: usize, reclaim: bool) -> Result<(), String> {
-    let child = start_conversion(rill, source, to, jobs, reclaim)?;
+fn finish(
+    rill: &Path,
+    source: &Path,
+    to: &Path,
+    experts: &str,
+    jobs: usize,
+    reclaim: bool,
+) -> Result<(), String> {
+    let child = start_conversion(rill, source, to, experts, jobs, reclaim)?;
     let output = child.wait_with_output().map_err(|e| e.to_string())?;
     let stderr = String::from_utf8_lossy(&output.stderr);
     if output.status.success() { Ok(()) } else { Err(format!("{}: {stderr}", output.status)) }
