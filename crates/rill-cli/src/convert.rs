@@ -39,8 +39,9 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
     let plan =
         Plan::new(model, experts, args.trunk.map_or(trunk, trunk_codec))?.spread(&args.spread)?;
     if args.estimate {
+        let at_most = if plan.is_upper_bound() { "at most " } else { "" };
         print(format!(
-            "container   {}\ntrunk       {}\nexperts     {} in {} records of {}\nsource      {}\n",
+            "container   {at_most}{}\ntrunk       {}\nexperts     {at_most}{} in {} records of {at_most}{}\nsource      {}\n",
             bytes(plan.container_bytes()),
             bytes(plan.trunk_bytes()),
             bytes(plan.expert_bytes()),

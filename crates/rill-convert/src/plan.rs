@@ -263,6 +263,11 @@ impl Plan {
         self.layout.as_ref().map_or(0, |layout| layout.record_bytes as u64)
     }
 
+    /// Whether sizes are the most that records can take, because they differ and are not known before.
+    pub fn is_upper_bound(&self) -> bool {
+        self.layout.as_ref().is_some_and(RecordLayout::varies)
+    }
+
     /// Routed experts in all.
     pub fn n_experts(&self) -> u64 {
         self.banks().iter().map(|bank| u64::from(bank.experts)).sum()

@@ -258,19 +258,29 @@ fn an_estimate_is_what_is_then_written() {
             assert!(found[line.len()..].trim_start().starts_with(&expected), "{found}: {expected}");
         }
     }
+    // What is not known before is at least not less.
+    let tiny = repository("fixtures/k3-tiny");
+    let text = rill(args!["convert", tiny, "--estimate", "--quality", "lossless"]).done();
+    assert!(text.starts_with("container   at most "), "{text}");
 }
 
 #[test]
 fn the_first_layers_of_a_model_run_and_are_verified_against_it() {
     let source = repository("fixtures/k3-tiny");
-    let (_folder, path) = container("fixtures/k3-tiny", &["--layers", "3"]);
+    for experts in ["source", "mxfp4z"] {
+        the_first_layers(&source, experts);
+    }
+}
+
+fn the_first_layers(source: &Path, experts: &str) {
+    let (_folder, path) = container("fixtures/k3-tiny", &["--layers", "3", "--experts", experts]);
     let facts = json(&rill(args!["info", "--json", &path]).done());
     assert_eq!(facts["layers"], 3);
     rill(args!["eval", "-m", &path, "--ids", "1,2,3"]).done();
-    let found = json(&rill(args!["verify", &path, "--source", &source, "--json"]).done());
+    let found = json(&rill(args!["verify", &path, "--source", source, "--json"]).done());
     assert_eq!(found["differing_files"], serde_json::json!([]));
     assert!(found["weight_errors"].as_array().unwrap().iter().all(|c| c["worst"] == 0.0));
-    let message = rill(args!["convert", &source, path.join("../x"), "--layers", "99"]).failed();
+    let message = rill(args!["convert", source, path.join("../x"), "--layers", "99"]).failed();
     assert!(message.contains("2 to 9 layers"), "{message}");
 }
 
