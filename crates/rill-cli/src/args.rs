@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
 use rill::KernelChoice;
-use rill_convert::ExpertCodec;
+use rill_convert::{ExpertCodec, TrunkCodec};
 use rill_kernels::{Kernels, NoSuchKernels};
 
 /// Run language models that are larger than memory.
@@ -316,10 +316,10 @@ pub(crate) struct ConvertArgs {
     #[arg(long, value_name = "FORMAT", default_value = "source", value_parser = experts)]
     pub(crate) experts: ExpertCodec,
 
-    /// Format of the other matrices; with q4, embedding and head get eight bits. `source`, which keeps
-    /// them bit for bit, unless --quality says otherwise
-    #[arg(long, value_enum)]
-    pub(crate) trunk: Option<Trunk>,
+    /// Format of the other matrices: source, q8, q4 or trellis:BITS; with the last two, embedding and head
+    /// get eight bits. `source`, which keeps them bit for bit, unless --quality says otherwise
+    #[arg(long, value_name = "FORMAT", value_parser = trunk)]
+    pub(crate) trunk: Option<TrunkCodec>,
 
     /// Threads that work; 0 means one per core. The result is the same
     #[arg(short, long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=1024))]
@@ -376,9 +376,10 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "FORMAT", default_value = "source", value_parser = experts, requires = "config")]
     pub(crate) experts: ExpertCodec,
 
-    /// Format of the other matrices; with q4, embedding and head get eight bits
-    #[arg(long, value_enum, default_value_t = Trunk::Source, requires = "config")]
-    pub(crate) trunk: Trunk,
+    /// Format of the other matrices: source, q8, q4 or trellis:BITS; with the last two, embedding and head
+    /// get eight bits
+    #[arg(long, value_name = "FORMAT", default_value = "source", value_parser = trunk, requires = "config")]
+    pub(crate) trunk: TrunkCodec,
 
     /// Memory that the process may take, such as 64M, 8G or 1.5G; 0 means what this machine can
     /// spare
@@ -416,13 +417,6 @@ pub(crate) enum Quality {
     High,
     Standard,
     Small,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum Trunk {
-    Source,
-    Q8,
-    Q4,
 }
 
 #[derive(Debug, clap::Args)]
@@ -468,9 +462,10 @@ pub(crate) struct SynthArgs {
     #[arg(long, value_name = "FORMAT", value_parser = experts)]
     pub(crate) experts: Option<ExpertCodec>,
 
-    /// Format of the other matrices; with q4, embedding and head get eight bits
-    #[arg(long, value_enum, default_value_t = Trunk::Q4)]
-    pub(crate) trunk: Trunk,
+    /// Format of the other matrices: source, q8, q4 or trellis:BITS; with the last two, embedding and head
+    /// get eight bits
+    #[arg(long, value_name = "FORMAT", default_value = "q4", value_parser = trunk)]
+    pub(crate) trunk: TrunkCodec,
 
     /// Start of the random numbers: the same seed gives the same bytes
     #[arg(long, value_name = "S", default_value_t = 0)]
@@ -669,25 +664,34 @@ fn percent(text: &str) -> Result<f64, String> {
 }
 
 fn experts(text: &str) -> Result<ExpertCodec, String> {
-    let trellis = |bits: &str| {
-        let rate = bits.parse::<f64>().ok()? * 8.0;
-        let fits = (16.0..=28.0).contains(&rate) && rate.fract() == 0.0;
-        fits.then_some(ExpertCodec::Trellis { rate: rate as u8 })
+    let codec = match text {
+        "source" => Some(ExpertCodec::Source),
+        "f32" => Some(ExpertCodec::F32),
+        "q8" => Some(ExpertCodec::Q8),
+        "q4" => Some(ExpertCodec::Q4),
+        "mxfp4z" => Some(ExpertCodec::Mxfp4z),
+        _ => trellis(text).map(|rate| ExpertCodec::Trellis { rate }),
     };
-    let codec = match text.split_once(':') {
-        None if text == "source" => Some(ExpertCodec::Source),
-        None if text == "f32" => Some(ExpertCodec::F32),
-        None if text == "q8" => Some(ExpertCodec::Q8),
-        None if text == "q4" => Some(ExpertCodec::Q4),
-        None if text == "mxfp4z" => Some(ExpertCodec::Mxfp4z),
-        Some(("trellis", bits)) => trellis(bits),
-        _ => None,
+    codec.ok_or_else(|| format!("expected source, f32, q8, q4, mxfp4z or {TRELLIS}"))
+}
+
+fn trunk(text: &str) -> Result<TrunkCodec, String> {
+    let codec = match text {
+        "source" => Some(TrunkCodec::Source),
+        "q8" => Some(TrunkCodec::Q8),
+        "q4" => Some(TrunkCodec::Q4),
+        _ => trellis(text).map(|rate| TrunkCodec::Trellis { rate }),
     };
-    codec.ok_or_else(|| {
-        "expected source, f32, q8, q4, mxfp4z or trellis:BITS, 2 to 3.5 bits in steps of 0.125, such as \
-         trellis:2.875"
-            .to_owned()
-    })
+    codec.ok_or_else(|| format!("expected source, q8, q4 or {TRELLIS}"))
+}
+
+const TRELLIS: &str = "trellis:BITS, 2 to 4 bits in steps of 0.125 (up to 3.5 for experts in mxfp4), such as trellis:2.875";
+
+/// The rate of `trellis:BITS`, in bits per 8 weights.
+fn trellis(text: &str) -> Option<u8> {
+    let rate = text.strip_prefix("trellis:")?.parse::<f64>().ok()? * 8.0;
+    let fits = (16.0..=32.0).contains(&rate) && rate.fract() == 0.0;
+    fits.then_some(rate as u8)
 }
 
 fn seconds(text: &str) -> Result<f64, String> {

@@ -18,7 +18,7 @@ use rill_format::Waste;
 use rill_format::container::Container;
 use serde_json::json;
 
-use crate::args::{self, ConvertArgs, Trunk, VerifyArgs, When};
+use crate::args::{self, ConvertArgs, VerifyArgs, When};
 use crate::model;
 use crate::output::{Outcome, bytes, interrupt_flag, note, print, status};
 
@@ -36,8 +36,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<Outcome> {
         None => (args.experts, TrunkCodec::Source),
         Some(asked) => quality(asked).codecs(model)?,
     };
-    let plan =
-        Plan::new(model, experts, args.trunk.map_or(trunk, trunk_codec))?.spread(&args.spread)?;
+    let plan = Plan::new(model, experts, args.trunk.unwrap_or(trunk))?.spread(&args.spread)?;
     if args.estimate {
         let at_most = if plan.is_upper_bound() { "at most " } else { "" };
         print(format!(
@@ -236,14 +235,6 @@ fn quality(asked: args::Quality) -> Quality {
         args::Quality::High => Quality::High,
         args::Quality::Standard => Quality::Standard,
         args::Quality::Small => Quality::Small,
-    }
-}
-
-pub(crate) fn trunk_codec(asked: Trunk) -> TrunkCodec {
-    match asked {
-        Trunk::Source => TrunkCodec::Source,
-        Trunk::Q8 => TrunkCodec::Q8,
-        Trunk::Q4 => TrunkCodec::Q4,
     }
 }
 

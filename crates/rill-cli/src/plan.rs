@@ -7,11 +7,10 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use rill::plan::{Budget, Plan, PlanOptions, Recode, Sizes};
 use rill::{EngineOptions, Folder};
-use rill_convert::{ExpertCodec, TRELLIS_WIDTH};
-use rill_kernels::Trellis;
+use rill_convert::{ExpertCodec, TRELLIS_WIDTH, TrunkCodec};
 use serde_json::{Map, json};
 
-use crate::args::{PlanArgs, Trunk};
+use crate::args::PlanArgs;
 use crate::model;
 use crate::output::{Outcome, bytes, print};
 
@@ -64,7 +63,7 @@ fn sizes(args: &PlanArgs) -> Result<(String, Sizes)> {
             ExpertCodec::Q8 => Recode::Q8,
             ExpertCodec::Q4 => Recode::Q4,
             ExpertCodec::Trellis { rate } => {
-                Recode::Trellis(Trellis::new(rate.into(), TRELLIS_WIDTH as usize)?)
+                Recode::Trellis { rate: rate.into(), width: TRELLIS_WIDTH as usize }
             }
             ExpertCodec::Mxfp4z => crate::prompt::usage(
                 "how large mxfp4z experts get is known when they are made; plan with --experts source, \
@@ -72,9 +71,12 @@ fn sizes(args: &PlanArgs) -> Result<(String, Sizes)> {
             ),
         };
         let trunk = match args.trunk {
-            Trunk::Source => Recode::Source,
-            Trunk::Q8 => Recode::Q8,
-            Trunk::Q4 => Recode::Q4,
+            TrunkCodec::Source => Recode::Source,
+            TrunkCodec::Q8 => Recode::Q8,
+            TrunkCodec::Q4 => Recode::Q4,
+            TrunkCodec::Trellis { rate } => {
+                Recode::Trellis { rate: rate.into(), width: TRELLIS_WIDTH as usize }
+            }
         };
         let sizes = Sizes::of_config(&read_config(path)?, name.clone(), experts, trunk)?;
         return Ok((name, sizes));

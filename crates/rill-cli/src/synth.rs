@@ -9,7 +9,7 @@ use rill_convert::{
 use rill_format::container::Container;
 
 use crate::args::{Format, Like, SynthArgs};
-use crate::convert::{Meter, jobs, trunk_codec};
+use crate::convert::{Meter, jobs};
 use crate::output::{Outcome, bytes, interrupt_flag, note, print};
 
 pub(crate) fn run(args: &SynthArgs) -> Result<Outcome> {
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &SynthArgs) -> Result<Outcome> {
             layers: args.layers,
             format,
             experts: args.experts.unwrap_or(usual),
-            trunk: trunk_codec(args.trunk),
+            trunk: args.trunk,
             seed: args.seed,
         },
     )?;

@@ -532,16 +532,32 @@ impl Job<'_> {
         out: &mut RunWriter<'_>,
     ) -> Result<Vec<u8>, ConvertError> {
         let (rows, cols) = source.rows_and_cols();
-        // As if every weight took four bytes: the most it can take on either side.
-        let rows_per_piece = (PIECE_BYTES / (4 * cols).max(1)).max(1);
+        let layout_error = |source| ConvertError::Layout { tensor: tensor.name.clone(), source };
+        let target = kernel_codec(tensor.codec).map_err(layout_error)?;
+        let encoder = match target {
+            Codec::Trellis(trellis) if !source.form.is(tensor.codec) => {
+                let rows = |row| self.source.read_rows(source, row, 1);
+                Some(trellis::encoder(trellis, source, &rows)?)
+            }
+            _ => None,
+        };
         let mut scales = Vec::new();
         let mut row = 0;
         while row < rows {
-            let n = rows_per_piece.min(rows - row);
+            let n = rows_per_piece(cols).min(rows - row);
             let stored = self.source.read_rows(source, row, n)?;
-            let piece = transcode(source.form, tensor.codec, (n, cols), stored, &tensor.name, row)?;
+            let piece = match &encoder {
+                Some(encoder) => {
+                    let shape = (n as usize, cols as usize);
+                    let piece = trellis::pack_rows(target, encoder, source.form, shape, stored);
+                    piece.map_err(layout_error)?
+                }
+                None => transcode(source.form, tensor.codec, (n, cols), stored, &tensor.name, row)?,
+            };
             out.write(&piece.0)?;
-            scales.extend(piece.1);
+            // Each piece has the tables in front, which are those of all.
+            let tables = if row > 0 { target.table_bytes() } else { 0 };
+            scales.extend(&piece.1[tables..]);
             row += n;
         }
         Ok(scales)
@@ -601,6 +617,15 @@ impl Job<'_> {
     }
 }
 
+/// Rows of a piece of a tensor of the trunk, in whole tiles, as if every weight took four bytes: the most it
+/// can take on either side.
+pub(crate) fn rows_per_piece(cols: u64) -> u64 {
+    (PIECE_BYTES / (4 * cols).max(1) / MOST_TILE_ROWS).max(1) * MOST_TILE_ROWS
+}
+
+/// A multiple of the rows of every format's tiles.
+const MOST_TILE_ROWS: u64 = 16;
+
 /// Codes and scales of some rows in another format, or as they are when it is the same;
 /// `first_row` is for messages.
 fn transcode(
@@ -614,15 +639,14 @@ fn transcode(
     let layout_error = |source| ConvertError::Layout { tensor: tensor.to_owned(), source };
     let target = kernel_codec(codec).map_err(layout_error)?;
     let (rows, cols) = (rows as usize, cols as usize);
-    if let Codec::Trellis(trellis) = target
-        && form.is(container::Codec::plain(CodecName::Mxfp4))
-    {
-        return trellis::pack(trellis, (rows, cols), &codes, &scales).map_err(layout_error);
-    }
     if form.is(codec) {
         // Checks the scales as well: NaN must not get into a container.
         Matrix::new(target, rows, cols, &codes, &scales).map_err(layout_error)?;
         return Ok((codes, scales));
+    }
+    if let Codec::Trellis(trellis) = target {
+        let packed = trellis::pack(trellis, form, (rows, cols), (codes, scales));
+        return packed.map_err(layout_error);
     }
     if codec.name == CodecName::Mxfp4z {
         // Planned only of MXFP4, whose nibbles it has.

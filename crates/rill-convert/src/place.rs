@@ -3,8 +3,8 @@
 use rill_format::container::{Codec, CodecName};
 
 use crate::error::ConvertError;
-use crate::plan::TrunkCodec;
-use crate::source::SourceTensor;
+use crate::plan::{TRELLIS_WIDTH, TrunkCodec};
+use crate::source::{Form, SourceTensor};
 
 /// Inputs that share a scale in the trunk.
 pub(crate) const GROUP: u32 = 128;
@@ -19,7 +19,8 @@ pub(crate) const GROUP: u32 = 128;
 /// | `Vision` | matrices of the vision tower | as published | q8 | q8 |
 /// | `Matrix` | every other matrix: attention, shared experts, latent projections, dense layer | as published | q8 | q4 |
 ///
-/// Routed experts have an option of their own.
+/// With `trellis` a `Matrix` is a rotated trellis, except `kv_b_proj` and those whose columns are no multiple of 32, which
+/// are q8, as are `Ends` and `Vision`. Routed experts have an option of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Class {
     Small,
@@ -119,6 +120,27 @@ pub(crate) fn trunk_codec(
             grouped(CodecName::Q8)
         }
         (Class::Matrix, TrunkCodec::Q4) => grouped(CodecName::Q4),
+        (Class::Matrix, TrunkCodec::Trellis { rate }) => {
+            let codec = Codec::rotated(rate.into(), TRELLIS_WIDTH);
+            let is_trellis = matches!(
+                tensor.form,
+                Form::Packed(Codec { name: CodecName::Trellis | CodecName::Rotated, .. })
+            );
+            match () {
+                // By columns, which attention takes of it, a trellis is slow.
+                () if tensor.name.ends_with("kv_b_proj.weight") => grouped(CodecName::Q8),
+                () if !tensor.rows_and_cols().1.is_multiple_of(32) => grouped(CodecName::Q8),
+                () if is_trellis && !tensor.form.is(codec) => Err(ConvertError::Tensor {
+                    tensor: tensor.name.clone(),
+                    reason: format!(
+                        "is stored as {}, and a trellis of a trellis would add up the errors of both; choose \
+                         --trunk source",
+                        tensor.form
+                    ),
+                }),
+                () => Ok(codec),
+            }
+        }
     }
 }
 

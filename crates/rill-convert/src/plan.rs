@@ -34,8 +34,8 @@ pub enum ExpertCodec {
     Q8,
     /// Four bits with f16 scales.
     Q4,
-    /// Windows into a stream of `rate` bits per 8 weights, 16 to 28, and 0.14 bits a weight of side
-    /// information.
+    /// Windows into a stream of `rate` bits per 8 weights: 16 to 28 and 0.14 bits a weight of side information for
+    /// weights in MXFP4, 16 to 32 for others, which are rotated.
     Trellis {
         /// Bits per 8 weights.
         rate: u8,
@@ -55,6 +55,12 @@ pub enum TrunkCodec {
     Q8,
     /// Four bits with f16 scales; embedding, head and vision at eight.
     Q4,
+    /// Windows into a stream of `rate` bits per 8 weights, 16 to 32, in a rotated basis; embedding, head and
+    /// vision at eight.
+    Trellis {
+        /// Bits per 8 weights.
+        rate: u8,
+    },
 }
 
 /// Files of the release that go along unchanged, where they exist.
@@ -363,19 +369,27 @@ fn plan_trunk(
     Ok((trunk, sources))
 }
 
-/// The trellis format for an expert's matrix.
+/// The trellis format for an expert's matrix: the native profile for MXFP4, the rotated one for others.
 fn trellis_codec(form: Form, rate: u8, name: impl Fn() -> String) -> Result<Codec, ConvertError> {
-    let codec = Codec::trellis(rate.into(), TRELLIS_WIDTH);
-    // A trellis of a trellis would add up the errors of both.
-    if form.is(Codec::plain(CodecName::Mxfp4)) || form.is(codec) {
-        return Ok(codec);
-    }
-    Err(ConvertError::Tensor {
-        tensor: name(),
-        reason: format!(
-            "is stored as {form}; only experts in MXFP4 become trellis experts, choose --experts q4"
+    let [native, rotated] = [Codec::trellis, Codec::rotated].map(|f| f(rate.into(), TRELLIS_WIDTH));
+    let refused = |why: &str| {
+        let reason = format!("is stored as {form}, {why}");
+        Err(ConvertError::Tensor { tensor: name(), reason })
+    };
+    match form {
+        _ if form.is(native) => Ok(native),
+        _ if form.is(rotated) => Ok(rotated),
+        Form::Packed(Codec { name: CodecName::Mxfp4 | CodecName::Mxfp4z, .. }) => match rate {
+            ..=28 => Ok(native),
+            _ => {
+                refused("of which a trellis keeps 2 to 3.5 bits; choose fewer, or --experts source")
+            }
+        },
+        Form::Packed(Codec { name: CodecName::Trellis | CodecName::Rotated, .. }) => refused(
+            "and a trellis of a trellis would add up the errors of both; choose --experts source",
         ),
-    })
+        _ => Ok(rotated),
+    }
 }
 
 fn plan_experts(

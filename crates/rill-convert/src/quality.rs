@@ -29,19 +29,25 @@ impl Quality {
         self,
         source: &dyn ConvertSource,
     ) -> Result<(ExpertCodec, TrunkCodec), ConvertError> {
+        let coded = || -> Result<bool, ConvertError> {
+            let experts = source.experts()?;
+            let is_mxfp4 = |matrix: &SourceMatrix| {
+                let of = |name| matrix.form.is(Codec::plain(name));
+                of(CodecName::Mxfp4) || of(CodecName::Mxfp4z)
+            };
+            Ok(experts.is_some_and(|experts| experts.matrices.iter().all(is_mxfp4)))
+        };
+        // Those that are rotated have no side information, and get its eighth of a bit.
+        let more = |rate: u8| -> Result<u8, ConvertError> { Ok(rate + u8::from(!coded()?)) };
         let rate = match self {
             Self::Lossless => {
                 // Entropy-coded if they are MXFP4, which nothing is lost of; otherwise as they are.
-                let experts = source.experts()?;
-                let is_mxfp4 =
-                    |matrix: &SourceMatrix| matrix.form.is(Codec::plain(CodecName::Mxfp4));
-                let coded = experts.is_some_and(|experts| experts.matrices.iter().all(is_mxfp4));
-                let experts = if coded { ExpertCodec::Mxfp4z } else { ExpertCodec::Source };
+                let experts = if coded()? { ExpertCodec::Mxfp4z } else { ExpertCodec::Source };
                 return Ok((experts, TrunkCodec::Source));
             }
-            Self::High => 26,
-            Self::Standard => 23,
-            Self::Small => 19,
+            Self::High => more(26)?,
+            Self::Standard => more(23)?,
+            Self::Small => more(19)?,
         };
         Ok((ExpertCodec::Trellis { rate }, TrunkCodec::Q4))
     }

@@ -407,6 +407,9 @@ impl ConvertSource for Container {
         n: u64,
     ) -> Result<StoredBytes, FormatError> {
         let rows = tensor.rows_and_cols().0.max(1);
+        if let Some(codec) = tile_codec(tensor) {
+            return read_tiles(self, tensor, codec, first, n);
+        }
         let part = |scales: bool, bytes: u64| {
             if !bytes.is_multiple_of(rows) {
                 return Err(FormatError::Container {
@@ -458,6 +461,51 @@ impl ConvertSource for Container {
         }
         Ok(parts)
     }
+}
+
+/// The format of a tensor that is laid out in tiles of rows.
+fn tile_codec(tensor: &SourceTensor) -> Option<Codec> {
+    let Form::Packed(codec) = tensor.form else { return None };
+    kernel_codec(codec).ok().filter(|codec| codec.tile_rows() > 1)
+}
+
+/// Rows of such a tensor, from the start of a tile on: its tiles, and the tables with their part of the rest.
+fn read_tiles(
+    container: &Container,
+    tensor: &SourceTensor,
+    codec: Codec,
+    first: u64,
+    n: u64,
+) -> Result<StoredBytes, FormatError> {
+    let (rows, tile) = (tensor.rows_and_cols().0, codec.tile_rows() as u64);
+    let tables = codec.table_bytes() as u64;
+    let stored = Container::find(container, &tensor.name);
+    let (codes, scales) = stored.map_or((0, tables), |t| (t.code_bytes, t.scale_bytes));
+    let tiles = rows.div_ceil(tile).max(1);
+    let sides = scales.checked_sub(tables).filter(|sides| sides.is_multiple_of(tiles));
+    let (Some(sides), true, true) =
+        (sides, codes.is_multiple_of(tiles), first.is_multiple_of(tile))
+    else {
+        return Err(FormatError::Container {
+            file: container.folder().describe(container::MANIFEST),
+            what: format!("the bytes of tensor {:?}", tensor.name),
+            expected: format!("those of {tiles} tiles"),
+            found: format!("{codes} and {scales} from row {first} on"),
+        });
+    };
+    let (from, to) = (first / tile, (first + n).div_ceil(tile).min(tiles));
+    let part = |scales: bool, start: u64, bytes: u64| {
+        let mut out = vec![0; bytes as usize];
+        container.read_part(&tensor.name, scales, start, &mut out)?;
+        Ok(out)
+    };
+    let of = |all: u64| (from * (all / tiles), (to - from) * (all / tiles));
+    let (start, bytes) = of(codes);
+    let codes = part(false, start, bytes)?;
+    let mut scales = part(true, 0, tables)?;
+    let (start, bytes) = of(sides);
+    scales.extend(part(true, tables + start, bytes)?);
+    Ok((codes, scales))
 }
 
 fn misfit(info: &rill_format::TensorInfo<'_>, why: &str) -> ConvertError {

@@ -154,6 +154,11 @@ impl Synth {
                 found: shapes.moe_layers.end.to_string(),
             });
         }
+        if let TrunkCodec::Trellis { .. } = options.trunk {
+            let reason = "trellis matrices cannot be made up; choose --trunk source, q8 or q4";
+            let (tensor, reason) = ("the trunk".to_owned(), reason.to_owned());
+            return Err(ConvertError::Tensor { tensor, reason });
+        }
         let runs = trunk_tensors(&shapes, options);
         let vocabulary = vocabulary::model(shapes.n_ranks);
         let name_banks = |name: fn(u32) -> String| -> Vec<(u32, String)> {
@@ -535,6 +540,7 @@ fn trunk_tensors(shapes: &Shapes, options: &SynthOptions) -> BTreeMap<RunKey, Ve
             | (Class::Ends | Class::Vision, TrunkCodec::Q8 | TrunkCodec::Q4, _) => {
                 Codec::Q8 { group }
             }
+            (_, TrunkCodec::Trellis { .. }, _) => unreachable!("refused before"),
             (_, _, Dtype::F32) => Codec::F32,
             _ => Codec::Bf16,
         };

@@ -7,13 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rill_format::container::{Container, checksum, fingerprint};
 
-use crate::convert::{Control, Progress};
+use crate::convert::{Control, Progress, rows_per_piece};
 use crate::error::ConvertError;
 use crate::plan::{MAX_SMALL_BYTES, SMALL_FILES};
 use crate::source::{ConvertSource, Form, SourceExperts, SourceTensor, StoredBytes};
-
-/// Bytes of a trunk tensor's plain numbers that one thread decodes at a time, on either side.
-const PIECE_BYTES: u64 = 16 << 20;
 
 /// Checks all runs, all records and the fingerprint of an open container; the manifest and the
 /// small files were checked when it was opened.
@@ -267,7 +264,7 @@ fn trunk_error(
     theirs: &SourceTensor,
 ) -> Result<TensorError, ConvertError> {
     let (rows, cols) = ours.rows_and_cols();
-    let rows_per_piece = (PIECE_BYTES / (4 * cols).max(1)).max(1);
+    let rows_per_piece = rows_per_piece(cols);
     let mut sum = Distance::default();
     let mut first = 0;
     while first < rows {

@@ -15,6 +15,8 @@ const SOURCE: (ExpertCodec, TrunkCodec) = (ExpertCodec::Source, TrunkCodec::Sour
 const Q8: (ExpertCodec, TrunkCodec) = (ExpertCodec::Q8, TrunkCodec::Q8);
 const Q4: (ExpertCodec, TrunkCodec) = (ExpertCodec::Q4, TrunkCodec::Q4);
 const TRELLIS: (ExpertCodec, TrunkCodec) = (ExpertCodec::Trellis { rate: 23 }, TrunkCodec::Q4);
+const ROTATED: (ExpertCodec, TrunkCodec) =
+    (ExpertCodec::Trellis { rate: 24 }, TrunkCodec::Trellis { rate: 28 });
 const SMALL: (ExpertCodec, TrunkCodec) = (ExpertCodec::Trellis { rate: 19 }, TrunkCodec::Source);
 
 fn fingerprint(source: &dyn ConvertSource, codecs: (ExpertCodec, TrunkCodec)) -> String {
@@ -35,12 +37,13 @@ fn conversions_write_the_committed_bytes() {
     let waste = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/k3-tiny.waste");
     let waste = Waste::open(waste).unwrap();
     let cut = FirstLayers::new(&k3, 3).unwrap();
-    let sources: [(&str, &dyn ConvertSource, _, &str); 10] = [
+    let sources: [(&str, &dyn ConvertSource, _, &str); 11] = [
         ("k3-tiny", &k3, SOURCE, "1df5c82209a1bd3b9ed41f5492a5ca77"),
         ("k3-tiny", &k3, Q8, "181af15ec301ec15b70371e04007be1b"),
         ("k3-tiny", &k3, Q4, "ba9106114a1be91b57fae1c1ebf91110"),
         ("k3-tiny", &k3, TRELLIS, "55b07ef2f0cd2ff689bd7798c12beece"),
         ("k3-tiny", &k3, SMALL, "26914687bab4c01337adffd72e72c1e5"),
+        ("kimi-linear-tiny", &linear, ROTATED, "5ba517db95c048415420571894eec066"),
         ("k3-tiny, 3 layers", &cut, Q4, "c1c0aa512723937cf2fbe91d509ad20b"),
         ("kimi-linear-tiny", &linear, SOURCE, "029fa89d14401db7ef8e11209fe6aae6"),
         ("kimi-linear-tiny", &linear, Q8, "ac1460f3f1f7d7df63f10263f9dc409b"),

@@ -139,6 +139,12 @@ fn columns_are_sums_over_decoded_rows() {
         let part = p.matrix().row_range(9..15);
         let mut expected = vec![0.0f32; cols];
         let mut row = vec![0.0; cols];
+        let mut whole = vec![0.0; cols];
+        for r in 0..6 {
+            part.decode_row(r, &mut row);
+            p.matrix().decode_row(9 + r, &mut whole);
+            assert_eq!(bits(&row), bits(&whole), "{:?}, row {r} of a part", p.codec);
+        }
         for (r, &a) in a.iter().enumerate() {
             part.decode_row(r, &mut row);
             expected.iter_mut().zip(&row).for_each(|(sum, &w)| *sum = a.mul_add(w, *sum));

@@ -92,8 +92,12 @@ fn every_kind_of_container_runs_at_its_floor() {
     }
     let linear = "fixtures/kimi-linear-tiny";
     let linear_ids = reference(&Folder::Disk(repository(linear))).input_ids;
-    let q4 = convert(linear, ExpertCodec::Q4, TrunkCodec::Q4);
-    floor_gives_the_same_bits(q4.path(), &linear_ids);
+    for (experts, trunk) in [
+        (ExpertCodec::Q4, TrunkCodec::Q4),
+        (ExpertCodec::Trellis { rate: 24 }, TrunkCodec::Trellis { rate: 28 }),
+    ] {
+        floor_gives_the_same_bits(convert(linear, experts, trunk).path(), &linear_ids);
+    }
     floor_gives_the_same_bits(&repository("fixtures/k3-tiny.waste"), &ids);
 }
 

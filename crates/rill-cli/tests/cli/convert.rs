@@ -185,14 +185,34 @@ fn qualities_are_formats_that_belong_together() {
     let both = args!["convert", &source, to.path(), "--quality", "high", "--experts", "q8"];
     let message = rill(both).misused();
     assert!(message.contains("--quality") && message.contains("--experts"), "{message}");
-    for wrong in ["q5", "trellis", "trellis:3.1", "trellis:3.625", "trellis:x", "q8:3"] {
+    for wrong in ["q5", "trellis", "trellis:3.1", "trellis:4.125", "trellis:x", "q8:3"] {
         let message = rill(args!["convert", &source, to.path(), "--experts", wrong]).misused();
         assert!(message.contains("trellis:2.875") && message.contains(wrong), "{message}");
     }
-    // Nothing that is in plain numbers becomes trellis experts.
+    let message = rill(args!["convert", &source, to.path(), "--experts", "trellis:4"]).failed();
+    assert!(message.contains("mxfp4") && message.contains("3.5 bits"), "{message}");
+    // What is in plain numbers is rotated, the trunk too.
+    let options = ["--quality", "standard", "--trunk", "trellis:3.5"];
+    let (_folder, path) = container("fixtures/kimi-linear-tiny", &options);
     let linear = repository("fixtures/kimi-linear-tiny");
-    let message = rill(args!["convert", linear, to.path(), "--quality", "small"]).failed();
-    assert!(message.contains("MXFP4") && message.contains("--experts q4"), "{message}");
+    let text = rill(args!["verify", "--json", &path, "--source", linear]).done();
+    let errors = json(&text)["weight_errors"].as_array().unwrap().clone();
+    let rotated = |bits: &str, experts: bool| {
+        let format = format!("trellis-rotated of {bits} bits");
+        let of = errors.iter().filter(|e| e["format"] == format && e["experts"] == experts);
+        of.map(|e| e["mean"].as_f64().unwrap()).collect::<Vec<f64>>()
+    };
+    let (experts, others) = (rotated("3", true), rotated("3.5", false));
+    assert!(experts.len() > 1 && others.len() > 4, "{text}");
+    assert!(experts.iter().all(|e| (0.11..0.16).contains(e)), "{experts:?}");
+    assert!(others.iter().all(|e| (0.08..0.13).contains(e)), "{others:?}");
+    // Copied as it is, and not packed twice.
+    let copy = to.path().join("copy");
+    rill(args!["convert", &path, &copy]).done();
+    assert!(files(&copy).unwrap() == files(&path).unwrap());
+    let again = args!["convert", &path, to.path().join("again"), "--trunk", "trellis:3"];
+    let message = rill(again).failed();
+    assert!(message.contains("trellis of a trellis"), "{message}");
 }
 
 #[test]

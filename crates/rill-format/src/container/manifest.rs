@@ -230,6 +230,11 @@ impl Codec {
     pub const fn trellis(rate: u32, width: u32) -> Self {
         Self { rate, width, ..Self::plain(CodecName::Trellis) }
     }
+
+    /// A trellis format in a rotated basis.
+    pub const fn rotated(rate: u32, width: u32) -> Self {
+        Self { rate, width, ..Self::plain(CodecName::Rotated) }
+    }
 }
 
 /// Names of number formats.
@@ -248,8 +253,11 @@ pub enum CodecName {
     Mxfp4,
     /// Windows into a stream of bits.
     Trellis,
-    /// The same, entropy-coded.
+    /// Four-bit floats with power-of-two scales, entropy-coded.
     Mxfp4z,
+    /// The same in a rotated basis, without side information.
+    #[serde(rename = "trellis-rotated")]
+    Rotated,
 }
 
 impl CodecName {
@@ -267,6 +275,7 @@ impl CodecName {
             CodecName::Q4 => "q4",
             CodecName::Mxfp4 => "mxfp4",
             CodecName::Trellis => "trellis",
+            CodecName::Rotated => "trellis-rotated",
             CodecName::Mxfp4z => "mxfp4z",
         }
     }
@@ -564,6 +573,7 @@ impl Manifest {
 
 /// Bits per 8 inputs, and bits of a window that count, of a trellis format.
 const RATES: std::ops::RangeInclusive<u32> = 16..=28;
+const ROTATED_RATES: std::ops::RangeInclusive<u32> = 16..=32;
 const WIDTHS: std::ops::RangeInclusive<u32> = 10..=14;
 
 /// Whether a format has the parameters that are its own, and no others. Which groups there are, kernels
@@ -573,6 +583,7 @@ fn check_codec(field: &str, codec: Codec) -> Result<(), Wrong> {
     let grouped = matches!(name, CodecName::Q8 | CodecName::Q4);
     let expected = match name {
         CodecName::Trellis => (0..=0, RATES, WIDTHS),
+        CodecName::Rotated => (0..=0, ROTATED_RATES, WIDTHS),
         // What a record's header has room for.
         _ if grouped => (0..=u32::from(u16::MAX), 0..=0, 0..=0),
         _ => (0..=0, 0..=0, 0..=0),

@@ -86,6 +86,7 @@ impl Codec {
             Codec::Vq(Vq { stages: 2, .. }) => "vq2r",
             Codec::Vq(Vq { packed: true, .. }) => "vq4p",
             Codec::Vq(_) => "vq3r",
+            Codec::Trellis(trellis) if trellis.is_rotated() => "trellis-rotated",
             Codec::Trellis(_) => "trellis",
             Codec::Mxfp4z => "mxfp4z",
         }
@@ -112,6 +113,7 @@ impl Codec {
     ) -> Result<Self, LayoutError> {
         match name {
             "trellis" => Ok(Codec::Trellis(Trellis::new(rate, width)?)),
+            "trellis-rotated" => Ok(Codec::Trellis(Trellis::rotated(rate, width)?)),
             _ => Self::parse(name, group).ok_or(LayoutError::UnknownFormat),
         }
     }
@@ -119,6 +121,11 @@ impl Codec {
     /// Whether matrices of one shape take different numbers of bytes, those of the layout at most.
     pub fn is_variable(&self) -> bool {
         *self == Codec::Mxfp4z
+    }
+
+    /// Bytes at the start of the scales that all rows share.
+    pub fn table_bytes(&self) -> usize {
+        if let Codec::Trellis(_) = self { trellis::TABLE_BYTES } else { 0 }
     }
 
     /// Rows that can only be multiplied together: cut elsewhere, products cost more.

@@ -31,8 +31,14 @@ pub enum Recode {
     Q8,
     /// Four bits with f16 scales. In the trunk embedding, head and vision get eight.
     Q4,
-    /// Windows into a stream of bits; in the trunk the same as `Q4`.
-    Trellis(Trellis),
+    /// Windows into a stream of bits: of MXFP4 experts the native profile, of everything else the rotated
+    /// one. In the trunk embedding, head, vision and `kv_b_proj` get eight bits. What cannot be is as published.
+    Trellis {
+        /// Bits per 8 weights.
+        rate: usize,
+        /// Bits of a window that count.
+        width: usize,
+    },
 }
 
 /// What a model takes, in bytes. Nothing here depends on the machine or the budget.
@@ -150,7 +156,7 @@ impl Sizes {
             Recode::Source => vision.saturating_mul(2),
             Recode::F32 => vision.saturating_mul(4),
             // Eight bits and a scale of sixteen for every 128.
-            Recode::Q8 | Recode::Q4 | Recode::Trellis(_) => vision.saturating_add(vision / 64),
+            Recode::Q8 | Recode::Q4 | Recode::Trellis { .. } => vision.saturating_add(vision / 64),
         };
         let moe_layers = config.layer_counts()[3] as u64;
         let n_records = moe_layers * config.moe.n_experts as u64;
@@ -291,7 +297,10 @@ fn recoded(recode: Recode, published: Codec) -> Codec {
         Recode::F32 => Codec::F32,
         Recode::Q8 => Codec::Q8 { group: GROUP },
         Recode::Q4 => Codec::Q4 { group: GROUP },
-        Recode::Trellis(trellis) => Codec::Trellis(trellis),
+        Recode::Trellis { rate, width } => {
+            let profile = if published == Codec::Mxfp4 { Trellis::new } else { Trellis::rotated };
+            profile(rate, width).map_or(published, Codec::Trellis)
+        }
     }
 }
 
@@ -303,6 +312,13 @@ fn trunk_codec(needed: &Needed, trunk: Recode) -> Codec {
     match needed.name.as_str() {
         name if small || name.ends_with("block_sparse_moe.gate.weight") => Codec::Bf16,
         name if is_end(name) && trunk == Recode::Q4 => Codec::Q8 { group: GROUP },
+        name if matches!(trunk, Recode::Trellis { .. })
+            && (is_end(name)
+                || name.ends_with("kv_b_proj.weight")
+                || needed.shape.last().is_none_or(|&cols| !cols.is_multiple_of(32))) =>
+        {
+            Codec::Q8 { group: GROUP }
+        }
         _ => recoded(trunk, Codec::Bf16),
     }
 }
