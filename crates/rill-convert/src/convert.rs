@@ -1,11 +1,12 @@
 //! Carrying a plan out.
 //!
-//! The destination first gets `convert.json` (`note.rs`), which names the plan and is locked while
-//! a process is at work. Every run and every record is a task of its own that writes its own bytes, in
-//! places that do not depend on the number of threads (`banks.rs` has those of records). Tasks go through the source file by file. A record that is whole proves itself by its
-//! checksums; a finished run is noted in `convert.log` with its checksum and is checked against it.
-//! What was made from a file of the source that has changed since is made again. When all is done
-//! and synced, the manifest is written, and the notes are removed.
+//! The destination first gets `convert.json` (`note.rs`), which names the plan and is locked while a
+//! process is at work. Every run and every record is a task of its own that writes its own bytes, in
+//! places that do not depend on the number of threads (`banks.rs` has those of records). Tasks go
+//! through the source file by file. A record that is whole proves itself by its checksums; a finished
+//! run is noted in `convert.log` with its checksum and is checked against it. What was made from a file
+//! of the source that has changed since is made again. When all is done and synced, the manifest is
+//! written, and the notes are removed.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;

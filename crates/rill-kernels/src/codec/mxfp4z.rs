@@ -11,10 +11,10 @@
 //! is enough for two symbols, because states had 2^16 before them and symbols take seven bits at most.
 //!
 //! **Blocks.** For every 32 inputs a lane has one symbol i for the exponent, then 16 pairs of nibbles, inputs 0 and 16,
-//! 1 and 17, … 15 and 31, which MXFP4's arithmetic adds first. Words come in after the exponent and after every pair. The exponent is `palette[i]`; where a
-//! matrix has more than sixteen different ones, another symbol k follows at once and it is `16·i + k`, 255 being read as 254.
-//! Nibbles have the frequencies of table 0 if `i < split` and of table 1 otherwise, because those of a block depend
-//! on its exponent.
+//! 1 and 17, … 15 and 31, which MXFP4's arithmetic adds first. Words come in after the exponent and after every pair.
+//! The exponent is `palette[i]`; where a matrix has more than sixteen different ones, another symbol k follows at once
+//! and it is `16·i + k`, 255 being read as 254. Nibbles have the frequencies of table 0 if `i < split` and of table 1
+//! otherwise, because those of a block depend on its exponent.
 //!
 //! **Bytes.** A header of 96: palette (16 bytes, ascending, 254 at most), frequencies of i, of k (all 0 if there is a
 //! palette), of nibbles by table 0 and by table 1 (16 each), the split, and 15 zeros. Then for every tile, where it ends, in

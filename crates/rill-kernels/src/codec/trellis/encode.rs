@@ -129,8 +129,9 @@ impl TrellisEncoder {
     }
 
     /// An encoder whose tables are made for `sample`, rows of the matrices to come: class by class they
-    /// start at the quantiles of the weights (rotated: of the normal distribution), shrunk by what the rate cannot express (rotated: stretched), and five times
-    /// move to the means of the weights that the search gives to them.
+    /// start at the quantiles of the weights (rotated: of the normal distribution), shrunk by what the rate
+    /// cannot express (rotated: stretched), and five times move to the means of the weights that the search
+    /// gives to them.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
