@@ -270,7 +270,8 @@ impl<'a> Meter<'a> {
         if let Some(LayerError { layer, experts, error }) = progress.layer {
             let clear = if self.shown { format!("\r{:70}\r", "") } else { String::new() };
             let error = 100.0 * error;
-            note(&format!("{clear}layer {layer}: error of {experts} experts {error:.2} %"));
+            let of = if experts == 1 { "expert" } else { "experts" };
+            note(&format!("{clear}layer {layer}: error of {experts} {of} {error:.2} %"));
         }
         if self.shown
             && let Ok(mut last) = self.last.try_lock()
