@@ -14,9 +14,9 @@ pub enum Quality {
     Lossless,
     /// Experts of 3.39 bits, other matrices of 4.
     High,
-    /// Experts of 3.02 bits, other matrices of 4.
+    /// Experts of 3.01 bits, other matrices of 4.
     Standard,
-    /// Experts of 2.52 bits, other matrices of 4.
+    /// Experts of 2.51 bits, other matrices of 4.
     Small,
 }
 

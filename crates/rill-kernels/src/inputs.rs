@@ -23,8 +23,11 @@ impl<'a> Inputs<'a> {
     pub fn new(codecs: &[Codec], x: &'a [f32], n: usize, cols: usize) -> Self {
         assert_eq!(Some(x.len()), n.checked_mul(cols));
         let wants = |rotated: bool| {
-            let wants = |codec: &Codec| matches!(codec, Codec::Trellis(trellis) if trellis.is_rotated() == rotated);
-            cols > 0 && codecs.iter().any(wants)
+            let mut profiles = codecs.iter().filter_map(|codec| match codec {
+                Codec::Trellis(trellis) => Some(trellis.is_rotated()),
+                _ => None,
+            });
+            cols > 0 && profiles.any(|profile| profile == rotated)
         };
         let integers = wants(false).then(|| Activations::new(x, cols));
         let rotated = wants(true).then(|| Activations::rotated(x, cols));
