@@ -457,8 +457,8 @@ pub(crate) struct SynthArgs {
     #[arg(long, value_enum, default_value_t = Format::Rill)]
     pub(crate) format: Format,
 
-    /// Format of routed experts: source, f32, q8 or q4; without it, as published for Kimi K3 and q4 for
-    /// Kimi-Linear. In .waste they are always vector-quantised
+    /// Format of routed experts: source, f32, q8, q4, trellis:BITS or mxfp4z; without it, as published for
+    /// Kimi K3 and q4 for Kimi-Linear. In .waste they are always vector-quantised
     #[arg(long, value_name = "FORMAT", value_parser = experts)]
     pub(crate) experts: Option<ExpertCodec>,
 

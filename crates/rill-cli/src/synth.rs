@@ -37,11 +37,12 @@ pub(crate) fn run(args: &SynthArgs) -> Result<Outcome> {
     )?;
     let Some(destination) = args.destination.as_ref().filter(|_| !args.estimate) else {
         print(format!(
-            "container   {}\ntrunk       {}\nexperts     {} in {} records of {}\n",
+            "container   {}\ntrunk       {}\nexperts     {} in {} records of {}{}\n",
             bytes(synth.container_bytes()),
             bytes(synth.trunk_bytes()),
             bytes(synth.expert_bytes()),
             synth.n_experts(),
+            if synth.varies() { "up to " } else { "" },
             bytes(synth.record_bytes()),
         ))?;
         return Ok(Outcome::Done);

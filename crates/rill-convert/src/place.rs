@@ -121,26 +121,32 @@ pub(crate) fn trunk_codec(
         }
         (Class::Matrix, TrunkCodec::Q4) => grouped(CodecName::Q4),
         (Class::Matrix, TrunkCodec::Trellis { rate }) => {
-            let codec = Codec::rotated(rate.into(), TRELLIS_WIDTH);
+            let codec = trellis_or_q8(&tensor.name, tensor.rows_and_cols().1, rate);
             let is_trellis = matches!(
                 tensor.form,
                 Form::Packed(Codec { name: CodecName::Trellis | CodecName::Rotated, .. })
             );
-            match () {
-                // By columns, which attention takes of it, a trellis is slow.
-                () if tensor.name.ends_with("kv_b_proj.weight") => grouped(CodecName::Q8),
-                () if !tensor.rows_and_cols().1.is_multiple_of(32) => grouped(CodecName::Q8),
-                () if is_trellis && !tensor.form.is(codec) => Err(ConvertError::Tensor {
+            if codec.name == CodecName::Rotated && is_trellis && !tensor.form.is(codec) {
+                return Err(ConvertError::Tensor {
                     tensor: tensor.name.clone(),
                     reason: format!(
                         "is stored as {}, and a trellis of a trellis would add up the errors of both; choose \
                          --trunk source",
                         tensor.form
                     ),
-                }),
-                () => Ok(codec),
+                });
             }
+            Ok(codec)
         }
+    }
+}
+
+/// The format of a `Matrix` of the trunk with `trellis`.
+pub(crate) fn trellis_or_q8(name: &str, cols: u64, rate: u8) -> Codec {
+    // By columns, which attention takes of it, a trellis is slow.
+    match name.ends_with("kv_b_proj.weight") || !cols.is_multiple_of(32) {
+        true => Codec::grouped(CodecName::Q8, GROUP),
+        false => Codec::rotated(rate.into(), TRELLIS_WIDTH),
     }
 }
 

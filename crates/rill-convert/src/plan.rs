@@ -370,7 +370,11 @@ fn plan_trunk(
 }
 
 /// The trellis format for an expert's matrix: the native profile for MXFP4, the rotated one for others.
-fn trellis_codec(form: Form, rate: u8, name: impl Fn() -> String) -> Result<Codec, ConvertError> {
+pub(crate) fn trellis_codec(
+    form: Form,
+    rate: u8,
+    name: impl Fn() -> String,
+) -> Result<Codec, ConvertError> {
     let [native, rotated] = [Codec::trellis, Codec::rotated].map(|f| f(rate.into(), TRELLIS_WIDTH));
     let refused = |why: &str| {
         let reason = format!("is stored as {form}, {why}");

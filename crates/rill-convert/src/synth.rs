@@ -6,9 +6,11 @@
 //! threads. Trunk and router are the same in both formats, bit for bit; experts differ, because
 //! the formats do.
 
+mod coded;
 mod direct;
 mod noise;
 mod shapes;
+mod trellis;
 mod vocabulary;
 mod waste;
 
@@ -31,9 +33,10 @@ use crate::config;
 use crate::convert::{Control, Progress};
 use crate::disk::{OutFile, available_bytes, io_error, sync_folder};
 use crate::error::ConvertError;
-use crate::place::{Class, GROUP, RunKey, class, run_key};
-use crate::plan::{ExpertCodec, TrunkCodec};
-use crate::source::kernel_codec;
+use crate::place::{Class, GROUP, RunKey, class, run_key, trellis_or_q8};
+use crate::plan::{ExpertCodec, TrunkCodec, trellis_codec};
+use crate::source::{Form as SourceForm, MXFP4, kernel_codec};
+use coded::Coded;
 use direct::{DirectFile, Pages};
 use noise::{Noise, key};
 use shapes::{Shapes, Values};
@@ -104,7 +107,7 @@ pub struct Synth {
 /// What differs between the formats.
 #[derive(Debug)]
 enum Form {
-    Rill { manifest: Box<Manifest>, layout: Box<RecordLayout> },
+    Rill { manifest: Box<Manifest>, layout: Box<RecordLayout>, coded: Option<Coded> },
     Waste { manifest: Vec<u8>, record: waste::Record },
 }
 
@@ -154,12 +157,12 @@ impl Synth {
                 found: shapes.moe_layers.end.to_string(),
             });
         }
-        if let TrunkCodec::Trellis { .. } = options.trunk {
-            let reason = "trellis matrices cannot be made up; choose --trunk source, q8 or q4";
+        if let (SynthFormat::Waste, TrunkCodec::Trellis { .. }) = (options.format, options.trunk) {
+            let reason = "has no trellis form in .waste; choose --trunk source, q8 or q4";
             let (tensor, reason) = ("the trunk".to_owned(), reason.to_owned());
             return Err(ConvertError::Tensor { tensor, reason });
         }
-        let runs = trunk_tensors(&shapes, options);
+        let runs = trunk_tensors(&shapes, options)?;
         let vocabulary = vocabulary::model(shapes.n_ranks);
         let name_banks = |name: fn(u32) -> String| -> Vec<(u32, String)> {
             shapes.moe_layers.clone().map(|layer| (layer, name(layer))).collect()
@@ -176,8 +179,15 @@ impl Synth {
                 let trunk = plan_trunk(&runs)?;
                 regions = trunk.1;
                 banks = name_banks(|layer| format!("experts-{layer:05}.rill"));
-                let manifest = Box::new(manifest(&shapes, &layout, trunk.0, &banks, &small_files));
-                form = Form::Rill { manifest, layout: Box::new(layout) };
+                let mut manifest =
+                    Box::new(manifest(&shapes, &layout, trunk.0, &banks, &small_files));
+                let mut coded = None;
+                if options.experts == ExpertCodec::Mxfp4z {
+                    let made = Coded::new(options.seed, &shapes)?;
+                    made.place(&layout, &mut manifest)?;
+                    coded = Some(made);
+                }
+                form = Form::Rill { manifest, layout: Box::new(layout), coded };
                 trunk_file = "trunk.rill";
             }
             SynthFormat::Waste => {
@@ -218,14 +228,41 @@ impl Synth {
 
     /// Bytes of all routed experts.
     pub fn expert_bytes(&self) -> u64 {
-        self.n_experts() * self.record_bytes()
+        (0..self.banks.len()).map(|bank| self.bank_bytes(bank)).sum()
     }
 
-    /// Bytes of one expert.
+    /// Bytes of one expert; where records differ in size, of the largest.
     pub fn record_bytes(&self) -> u64 {
         match &self.form {
-            Form::Rill { layout, .. } => layout.record_bytes as u64,
+            Form::Rill { manifest, .. } => manifest.experts.as_ref().map_or(0, |e| e.record_bytes),
             Form::Waste { record, .. } => record.bytes as u64,
+        }
+    }
+
+    /// Whether records differ in size.
+    pub fn varies(&self) -> bool {
+        matches!(&self.form, Form::Rill { layout, .. } if layout.varies())
+    }
+
+    fn bank_bytes(&self, bank: usize) -> u64 {
+        match &self.form {
+            Form::Rill { manifest, .. } => {
+                let experts = manifest.experts.as_ref().expect("planned with experts");
+                experts.banks[bank].file_bytes().iter().sum()
+            }
+            Form::Waste { record, .. } => u64::from(self.n_experts) * record.bytes as u64,
+        }
+    }
+
+    /// Where an expert's record begins in its bank.
+    fn record_start(&self, bank: usize, expert: u32) -> u64 {
+        let mut records = None;
+        if let Form::Rill { manifest, .. } = &self.form {
+            records = manifest.experts.as_ref().and_then(|e| e.banks[bank].records.as_ref());
+        }
+        match records {
+            Some(records) => records[expert as usize][0] * ALIGN as u64,
+            None => u64::from(expert) * self.record_bytes(),
         }
     }
 
@@ -253,9 +290,10 @@ impl Synth {
     fn write_files(&self, folder: &Path, control: &Control<'_>) -> Result<(), ConvertError> {
         self.prepare(folder)?;
         let trunk = DirectFile::open(folder.join(self.trunk_file), self.trunk_bytes())?;
-        let bank_bytes = u64::from(self.n_experts) * self.record_bytes();
-        let bank = |(_, file): &(u32, String)| DirectFile::open(folder.join(file), bank_bytes);
-        let banks = self.banks.iter().map(bank);
+        let bank = |(bank, (_, file)): (usize, &(u32, String))| {
+            DirectFile::open(folder.join(file), self.bank_bytes(bank))
+        };
+        let banks = self.banks.iter().enumerate().map(bank);
         let banks = banks.collect::<Result<Vec<_>, _>>()?;
         let job = Job {
             synth: self,
@@ -407,16 +445,28 @@ impl Job<'_> {
         record: &mut [u8],
     ) -> Result<u64, ConvertError> {
         let (layer, seed) = (self.synth.banks[bank].0, self.synth.seed);
+        let mut record = record;
         let sum = match &self.synth.form {
             Form::Waste { record: layout, .. } => {
                 layout.fill(seed, layer, bank, expert, record);
                 0
             }
+            Form::Rill { layout, coded: Some(coded), .. } => {
+                let (own, parts) = coded.expert(layout, layer, expert)?;
+                record = &mut record[..own.record_bytes];
+                record.fill(0);
+                for (matrix, part) in parts.iter().enumerate() {
+                    own.matrix_mut(record, matrix).0.copy_from_slice(part);
+                }
+                own.seal(record, layer, expert);
+                own.check(record, layer, expert, false)
+                    .expect("a record that was just sealed is right")
+            }
             Form::Rill { layout, .. } => {
                 for (matrix, stored) in layout.matrices.iter().enumerate() {
                     let place = (layer, expert, matrix);
                     let codec = kernel_codec(stored.codec).expect("planned before");
-                    let noise = expert_noise(seed, codec, place, stored.cols);
+                    let noise = expert_noise(seed, codec, place, (stored.rows, stored.cols));
                     let (codes, scales) = layout.matrix_mut(record, matrix);
                     noise.codes(0, codes);
                     noise.scales(0, scales);
@@ -427,7 +477,7 @@ impl Job<'_> {
                     .expect("a record that was just sealed is right")
             }
         };
-        self.banks[bank].write_at(record, u64::from(expert) * record.len() as u64)?;
+        self.banks[bank].write_at(record, self.synth.record_start(bank, expert))?;
         self.done(record.len() as u64)?;
         Ok(sum)
     }
@@ -530,28 +580,40 @@ fn rows_and_cols(shape: &[u64]) -> (u64, u64) {
 type Named = (String, Vec<u64>, Noise);
 
 /// The trunk's tensors by run and name, each with the numbers that it gets.
-fn trunk_tensors(shapes: &Shapes, options: &SynthOptions) -> BTreeMap<RunKey, Vec<Named>> {
+fn trunk_tensors(
+    shapes: &Shapes,
+    options: &SynthOptions,
+) -> Result<BTreeMap<RunKey, Vec<Named>>, ConvertError> {
     let mut runs: BTreeMap<RunKey, Vec<Named>> = BTreeMap::new();
     for tensor in &shapes.trunk {
         let group = GROUP as usize;
         let codec = match (class(&tensor.name, &tensor.shape), options.trunk, tensor.dtype) {
             (Class::Matrix, TrunkCodec::Q4, _) => Codec::Q4 { group },
             (Class::Matrix, TrunkCodec::Q8, _)
-            | (Class::Ends | Class::Vision, TrunkCodec::Q8 | TrunkCodec::Q4, _) => {
-                Codec::Q8 { group }
+            | (
+                Class::Ends | Class::Vision,
+                TrunkCodec::Q8 | TrunkCodec::Q4 | TrunkCodec::Trellis { .. },
+                _,
+            ) => Codec::Q8 { group },
+            (Class::Matrix, TrunkCodec::Trellis { rate }, _) => {
+                let codec = kernel_codec(trellis_or_q8(&tensor.name, tensor.shape[1], rate));
+                codec.map_err(|source| ConvertError::Layout {
+                    tensor: tensor.name.clone(),
+                    source,
+                })?
             }
-            (_, TrunkCodec::Trellis { .. }, _) => unreachable!("refused before"),
             (_, _, Dtype::F32) => Codec::F32,
             _ => Codec::Bf16,
         };
         let key = key(options.seed, &[checksum(tensor.name.as_bytes())]);
+        let rows = tensor.shape[0] as usize;
         let fan_in = tensor.shape[1..].iter().product::<u64>() as usize;
-        let noise = Noise { codec, key, values: tensor.values, fan_in };
+        let noise = Noise { codec, key, values: tensor.values, rows, fan_in };
         let named = (tensor.name.clone(), tensor.shape.clone(), noise);
         runs.entry(run_key(&tensor.name)).or_default().push(named);
     }
     runs.values_mut().for_each(|run| run.sort_by(|a, b| a.0.cmp(&b.0)));
-    runs
+    Ok(runs)
 }
 
 /// The trunk of a `.rill` container: its manifest entry and the bytes to make.
@@ -602,30 +664,26 @@ fn matrix_shapes(experts: &shapes::Experts) -> [(u64, u64); 3] {
 
 fn record_layout(shapes: &Shapes, option: ExpertCodec) -> Result<RecordLayout, ConvertError> {
     let group = GROUP as usize;
+    let tensor = || "the experts".to_owned();
+    let layout_error = |source| ConvertError::Layout { tensor: tensor(), source };
     let codec = match option {
         ExpertCodec::F32 => Codec::F32,
         ExpertCodec::Q8 => Codec::Q8 { group },
         ExpertCodec::Q4 => Codec::Q4 { group },
-        ExpertCodec::Trellis { .. } => {
-            let reason = "trellis experts cannot be made up; choose --experts source, q8 or q4";
-            let (tensor, reason) = ("the experts".to_owned(), reason.to_owned());
-            return Err(ConvertError::Tensor { tensor, reason });
+        ExpertCodec::Trellis { rate } => {
+            let published = match shapes.experts.mxfp4 {
+                true => MXFP4,
+                false => SourceForm::Plain(Dtype::BF16),
+            };
+            kernel_codec(trellis_codec(published, rate, tensor)?).map_err(layout_error)?
         }
+        ExpertCodec::Mxfp4z => Codec::Mxfp4z,
         ExpertCodec::Source if shapes.experts.mxfp4 => Codec::Mxfp4,
         ExpertCodec::Source => Codec::Bf16,
-        ExpertCodec::Mxfp4z => {
-            return Err(ConvertError::Tensor {
-                tensor: "the experts".to_owned(),
-                reason: "are made up where they lie, which entropy-coded ones cannot be; choose source, \
-                         q8 or q4"
-                    .to_owned(),
-            });
-        }
     };
-    let tensor = || "the experts".to_owned();
     let matrix = |(rows, cols): (u64, u64)| -> Result<Stored, ConvertError> {
         let layout = codec.layout(rows as usize, cols as usize);
-        let layout = layout.map_err(|source| ConvertError::Layout { tensor: tensor(), source })?;
+        let layout = layout.map_err(layout_error)?;
         let (code_bytes, scale_bytes) = (layout.codes as u64, layout.scales as u64);
         Ok(Stored { rows, cols, codec: stored_codec(codec), code_bytes, scale_bytes })
     };
@@ -675,17 +733,29 @@ fn stored_codec(codec: Codec) -> StoredCodec {
         Codec::Bf16 => StoredCodec::plain(CodecName::Bf16),
         Codec::Q8 { .. } => StoredCodec::grouped(CodecName::Q8, GROUP),
         Codec::Q4 { .. } => StoredCodec::grouped(CodecName::Q4, GROUP),
-        // The last three are never synthesised.
-        Codec::Mxfp4 | Codec::Vq(_) | Codec::Trellis(_) | Codec::Mxfp4z => {
-            StoredCodec::plain(CodecName::Mxfp4)
+        Codec::Trellis(trellis) => {
+            let (rate, width) = (trellis.rate() as u32, trellis.width() as u32);
+            match trellis.is_rotated() {
+                true => StoredCodec::rotated(rate, width),
+                false => StoredCodec::trellis(rate, width),
+            }
         }
+        Codec::Mxfp4z => StoredCodec::plain(CodecName::Mxfp4z),
+        // Only `.waste` has the second, which is not asked for here.
+        Codec::Mxfp4 | Codec::Vq(_) => StoredCodec::plain(CodecName::Mxfp4),
     }
 }
 
 /// The weights of one matrix of an expert: of `(layer, expert, matrix)`.
-fn expert_noise(seed: u64, codec: Codec, place: (u32, u32, usize), cols: u64) -> Noise {
+fn expert_noise(
+    seed: u64,
+    codec: Codec,
+    place: (u32, u32, usize),
+    (rows, cols): (u64, u64),
+) -> Noise {
     let (layer, expert, matrix) = place;
     let key = key(seed, &[layer.into(), expert.into(), matrix as u64]);
     let gain = if matrix == 2 { shapes::EXPERT_DOWN } else { 1.0 };
-    Noise { codec, key, values: Values::Matrix(gain), fan_in: cols as usize }
+    let values = Values::Matrix(gain);
+    Noise { codec, key, values, rows: rows as usize, fan_in: cols as usize }
 }

@@ -4,13 +4,15 @@
 //! Large matrices take their codes straight from 64 random bits at a time: each format's codes
 //! are all valid and of both signs, and the scales give them the size that was asked for. A mean
 //! other than zero would add up over the inputs and drown everything else, so the scales of
-//! formats whose codes have one are of either sign too.
+//! formats whose codes have one are of either sign too. A trellis decodes any bits, and most of a
+//! tile is such; `trellis.rs` has the rest of it.
 
 use half::{bf16, f16};
 use rill_format::container::checksum;
 use rill_kernels::{Codec, Vq};
 
 use super::shapes::Values;
+use super::trellis;
 
 /// A key for the bytes of one thing; different for every list of parts.
 pub(super) fn key(seed: u64, parts: &[u64]) -> u64 {
@@ -25,6 +27,8 @@ pub(super) struct Noise {
     pub(super) codec: Codec,
     pub(super) key: u64,
     pub(super) values: Values,
+    /// Outputs.
+    pub(super) rows: usize,
     /// Inputs of an output.
     pub(super) fan_in: usize,
 }
@@ -50,7 +54,8 @@ impl Noise {
             }
             // All nibbles and, with 256 entries to a table, all indices are valid.
             Codec::Q4 { .. } | Codec::Mxfp4 | Codec::Vq(_) => words(self.key, start, out, |w| w),
-            Codec::Trellis(_) | Codec::Mxfp4z => unreachable!("never synthesised"),
+            Codec::Trellis(trellis) => trellis::codes(self, trellis, size, start, out),
+            Codec::Mxfp4z => unreachable!("made as a whole"),
         }
     }
 
@@ -68,7 +73,8 @@ impl Noise {
             Codec::Q8 { .. } => Q8_SIZE,
             Codec::Q4 { .. } => Q4_SIZE,
             Codec::Vq(_) => 1.0,
-            Codec::Trellis(_) | Codec::Mxfp4z => unreachable!("never synthesised"),
+            Codec::Trellis(trellis) => return trellis::scales(self, trellis, key, start, out),
+            Codec::Mxfp4z => unreachable!("made as a whole"),
         };
         let base = u64::from(f16::from_f32(size / code_size).to_bits() & 0x7f00);
         let base = base * 0x0001_0001_0001_0001;
@@ -76,7 +82,7 @@ impl Noise {
     }
 
     /// What the weights' size is on average; `None` for other numbers than weights.
-    fn size(&self) -> Option<f32> {
+    pub(super) fn size(&self) -> Option<f32> {
         match self.values {
             Values::Matrix(gain) => Some(gain / (self.fan_in.max(1) as f32).sqrt()),
             Values::Sized(size) => Some(size),
@@ -139,7 +145,7 @@ const STAGE_SIZES: [f32; 3] = [0.81, 0.48, 0.337];
 const ZIPF_SHIFT: f32 = 0.02;
 
 /// The biased exponent of the power of two nearest to a positive number.
-fn exponent(x: f32) -> u64 {
+pub(super) fn exponent(x: f32) -> u64 {
     u64::from((x * std::f32::consts::SQRT_2).to_bits() >> 23).clamp(1, 250)
 }
 
@@ -149,7 +155,7 @@ fn unit(word: u64) -> f32 {
 }
 
 /// Random bits number `i` of a key: a counter through a mixer (the finaliser of SplitMix64).
-fn word(key: u64, i: u64) -> u64 {
+pub(super) fn word(key: u64, i: u64) -> u64 {
     let mut z = key.wrapping_add(i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -157,7 +163,7 @@ fn word(key: u64, i: u64) -> u64 {
 }
 
 /// Writes random words, each changed by `f`, from byte `start` of an endless row of them.
-fn words(key: u64, start: u64, out: &mut [u8], f: impl Fn(u64) -> u64) {
+pub(super) fn words(key: u64, start: u64, out: &mut [u8], f: impl Fn(u64) -> u64) {
     let make = |i: u64| f(word(key, i)).to_le_bytes();
     let skip = (start % 8) as usize;
     let (head, out) = out.split_at_mut(((8 - skip) % 8).min(out.len()));
@@ -175,20 +181,25 @@ fn words(key: u64, start: u64, out: &mut [u8], f: impl Fn(u64) -> u64) {
 
 #[cfg(test)]
 mod tests {
-    use rill_kernels::Matrix;
+    use rill_kernels::{Matrix, Trellis};
 
     use super::*;
 
     const VQ: Vq = Vq { stages: 3, entries: 256, index_block: 64, packed: false };
 
-    fn cases() -> [Codec; 6] {
+    fn cases() -> Vec<Codec> {
         let group = 128;
-        let grouped = [Codec::Q8 { group }, Codec::Q4 { group }];
-        [Codec::F32, Codec::Bf16, grouped[0], grouped[1], Codec::Mxfp4, Codec::Vq(VQ)]
+        let trellis = [16, 23, 28].map(|rate| Codec::Trellis(Trellis::new(rate, 12).unwrap()));
+        let rotated = [19, 32].map(|rate| Codec::Trellis(Trellis::rotated(rate, 12).unwrap()));
+        let mut all = vec![Codec::F32, Codec::Bf16, Codec::Q8 { group }, Codec::Q4 { group }];
+        all.extend([Codec::Mxfp4, Codec::Vq(VQ)]);
+        all.extend(trellis);
+        all.extend(rotated);
+        all
     }
 
     fn decoded(codec: Codec, rows: usize, cols: usize) -> Vec<f32> {
-        let noise = Noise { codec, key: 7, values: Values::Matrix(1.0), fan_in: cols };
+        let noise = Noise { codec, key: 7, values: Values::Matrix(1.0), rows, fan_in: cols };
         let layout = codec.layout(rows, cols).unwrap();
         let (mut codes, mut scales) = (vec![0; layout.codes], vec![0; layout.scales]);
         noise.codes(0, &mut codes);
@@ -230,7 +241,7 @@ mod tests {
                 if values != Values::Matrix(1.0) && !matches!(codec, Codec::F32 | Codec::Bf16) {
                     continue;
                 }
-                let noise = Noise { codec, key: 3, values, fan_in: 64 };
+                let noise = Noise { codec, key: 3, values, rows: 64, fan_in: 64 };
                 let (mut whole, mut whole_scales) = (vec![0; 512], vec![0; 512]);
                 noise.codes(0, &mut whole);
                 noise.scales(0, &mut whole_scales);
@@ -255,7 +266,8 @@ mod tests {
 
     #[test]
     fn zipf_has_few_large_numbers() {
-        let noise = Noise { codec: Codec::F32, key: 5, values: Values::Zipf(1.0), fan_in: 1 };
+        let values = Values::Zipf(1.0);
+        let noise = Noise { codec: Codec::F32, key: 5, values, rows: 1, fan_in: 1 };
         let mut bytes = vec![0; 4 * 1000];
         noise.codes(0, &mut bytes);
         let mut values: Vec<f32> =

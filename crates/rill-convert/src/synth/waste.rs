@@ -63,7 +63,7 @@ impl Record {
     pub(super) fn fill(&self, seed: u64, layer: u32, bank: usize, expert: u32, out: &mut [u8]) {
         let mut scales_at = self.starts[3];
         for (matrix, (rows, cols)) in self.shapes.into_iter().enumerate() {
-            let noise = expert_noise(seed, Codec::Vq(VQ), (layer, expert, matrix), cols);
+            let noise = expert_noise(seed, Codec::Vq(VQ), (layer, expert, matrix), (rows, cols));
             noise.codes(0, &mut out[self.starts[matrix]..self.starts[matrix + 1]]);
             let scale_bytes = 2 * rows as usize;
             noise.scales(0, &mut out[scales_at..scales_at + scale_bytes]);
