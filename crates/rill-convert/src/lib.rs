@@ -31,5 +31,5 @@ pub use quality::Quality;
 pub use reclaim::{Deletion, Reclaim, Reclaimed, open_checkpoint};
 pub use sample::LayerError;
 pub use source::{ConvertSource, SourceExperts, SourceTensor, StoredBytes};
-pub use synth::{Synth, SynthFormat, SynthModel, SynthOptions};
+pub use synth::{Synth, SynthFormat, SynthModel, SynthOptions, synthetic_mxfp4z};
 pub use verify::{WeightError, differing_files, verify, weight_errors};

@@ -37,6 +37,7 @@ use crate::place::{Class, GROUP, RunKey, class, run_key, trellis_or_q8};
 use crate::plan::{ExpertCodec, TrunkCodec, trellis_codec};
 use crate::source::{Form as SourceForm, MXFP4, kernel_codec};
 use coded::Coded;
+pub use coded::synthetic_mxfp4z;
 use direct::{DirectFile, Pages};
 use noise::{Noise, key};
 use shapes::{Shapes, Values};

@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail, ensure};
 use rill::KernelChoice;
 use rill::config::ModelConfig;
 use rill::plan::TokenWeights;
-use rill_convert::SynthModel;
-use rill_kernels::{Codec, Kernels, Matrix, Pool, Vq, probe};
+use rill_convert::{SynthModel, TRELLIS_WIDTH, synthetic_mxfp4z};
+use rill_kernels::{Codec, Inputs, Kernels, Matrix, Pool, Trellis, Vq, probe};
 use serde_json::{Value, json};
 
 use super::rest::{self, Rest};
@@ -26,6 +26,8 @@ const CALL: std::ops::RangeInclusive<f64> = 1e6..=1.3e8;
 /// Inputs that share a scale, and rows of an index block, as containers have them.
 pub(super) const GROUP: usize = 128;
 const INDEX_BLOCK: usize = 64;
+/// Rows of an entropy-coded matrix: those of K3's gate. Making more takes seconds.
+const CODED_ROWS: usize = 3072;
 
 pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
     let model = Model::of(args.shape)?;
@@ -48,7 +50,7 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
     fill(&mut bytes, true);
     let machine: Vec<Machine> = pools.iter().map(|pool| Machine::measure(pool, &bytes)).collect();
 
-    let codecs = codecs();
+    let codecs = codecs()?;
     let n_timings =
         codecs.len() * model.shapes.len() * VECTORS.len() * (pools.len() + 1) + rest::KERNELS;
     let slot = args.seconds / n_timings as f64;
@@ -60,7 +62,7 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<Outcome> {
             fill(&mut bytes, numbers);
         }
         for shape in &model.shapes {
-            let weights = Weights::new(codec, shape, &bytes)?;
+            let weights = Weights::new(codec, shape, &mut bytes)?;
             for n in VECTORS {
                 for (pool, machine) in pools.iter().zip(&machine) {
                     rows.push(weights.time(&kernels, pool, machine, n, false, slot)?);
@@ -144,22 +146,33 @@ impl Model {
 
     /// Time of one token, with every weight from memory.
     fn step(&self, rows: &[Timing], rest: &[Rest], threads: usize) -> Step {
-        let rate = |shape: &str, codec: Codec| {
+        let timing = |shape: &str, codec: Codec| {
             let found = rows.iter().find(|row| {
                 row.shape.name == shape
                     && row.codec == codec
                     && row.threads == threads
                     && (row.vectors, row.hot) == (1, false)
             });
-            found.expect("every format was measured at every shape").multiply_adds_per_s
+            found.expect("every format was measured at every shape")
         };
-        let experts = self.weights.experts as f64 / 3.0;
+        let rate = |shape: &str, codec| timing(shape, codec).multiply_adds_per_s;
+        let third = self.weights.experts as f64 / 3.0;
+        let experts = |codec: Codec| {
+            let (gate, down) = (timing("expert gate, up", codec), timing("expert down", codec));
+            Experts {
+                codec,
+                bytes: third * (2.0 * gate.bits + down.bits) / 8.0,
+                seconds: third * (2.0 / gate.multiply_adds_per_s + 1.0 / down.multiply_adds_per_s),
+            }
+        };
+        let mut codecs: Vec<Codec> = rows.iter().map(|row| row.codec).collect();
+        codecs.dedup();
         let trunk = self.weights.trunk as f64 / 2.0;
         let (q4, q8) = (Codec::Q4 { group: GROUP }, Codec::Q8 { group: GROUP });
         Step {
             threads,
-            experts: 2.0 * experts / rate("expert gate, up", self.expert_codec)
-                + experts / rate("expert down", self.expert_codec),
+            experts: experts(self.expert_codec).seconds,
+            formats: codecs.into_iter().map(experts).collect(),
             // Half of them read the hidden state, half of them make it.
             trunk: trunk / rate("projection in", q4) + trunk / rate("projection out", q4),
             head: self.weights.head as f64 / rate("head, a piece", q8),
@@ -171,16 +184,30 @@ impl Model {
 /// Predicted seconds of one token.
 struct Step {
     threads: usize,
+    /// In the model's usual format.
     experts: f64,
+    /// In every format.
+    formats: Vec<Experts>,
     trunk: f64,
     head: f64,
     /// What is not a product, which is measured on one thread only.
     rest: Option<f64>,
 }
 
+/// The experts of one token in one format.
+struct Experts {
+    codec: Codec,
+    bytes: f64,
+    seconds: f64,
+}
+
 impl Step {
     fn products(&self) -> f64 {
-        self.experts + self.trunk + self.head
+        self.products_with(self.experts)
+    }
+
+    fn products_with(&self, experts: f64) -> f64 {
+        experts + self.trunk + self.head
     }
 
     /// Of the whole step.
@@ -189,8 +216,17 @@ impl Step {
     }
 
     fn json(&self) -> Value {
+        let format = |experts: &Experts| {
+            json!({
+                "codec": experts.codec.name(),
+                "bytes": experts.bytes.round() as u64,
+                "experts_seconds": experts.seconds,
+                "products_seconds": self.products_with(experts.seconds),
+            })
+        };
         json!({
             "threads": self.threads,
+            "formats": self.formats.iter().map(format).collect::<Vec<_>>(),
             "experts_seconds": self.experts,
             "trunk_seconds": self.trunk,
             "head_seconds": self.head,
@@ -245,8 +281,10 @@ impl Machine {
 struct Weights<'a> {
     shape: Shape,
     codec: Codec,
-    /// As many rows as there is room for, of which a call takes some.
-    matrix: Tall<'a>,
+    row_bytes: f64,
+    /// One of as many rows as there is room for, of which a call takes some; or, where rows do not lie one
+    /// after another, copies of one.
+    matrices: Vec<Tall<'a>>,
 }
 
 /// What a [`Matrix`] is made of.
@@ -258,28 +296,64 @@ struct Tall<'a> {
 }
 
 impl<'a> Weights<'a> {
-    fn new(codec: Codec, shape: &Shape, bytes: &'a [u8]) -> Result<Self> {
+    fn new(codec: Codec, shape: &Shape, bytes: &'a mut [u8]) -> Result<Self> {
+        if codec == Codec::Mxfp4z {
+            return Self::coded(shape, bytes);
+        }
         // In whole index blocks, which take the same bytes each.
         let block = codec.layout(INDEX_BLOCK, shape.cols)?;
         let blocks = bytes.len() / block.codes;
         ensure!(blocks > 0, "--budget is too small for a piece of a matrix");
         let rows = blocks * INDEX_BLOCK;
-        let codes = &bytes[..blocks * block.codes];
+        let codes = &mut bytes[..blocks * block.codes];
         // 2^-5 as f16, and 2^-7 as an exponent of mxfp4.
         let scales = match codec {
             Codec::Mxfp4 => vec![120; blocks * block.scales],
+            Codec::Trellis(trellis) => trellis_scales(trellis, rows, shape.cols, codes)?,
             _ => [0x00, 0x28].repeat(blocks * block.scales / 2),
         };
+        let codes = &*codes;
+        let row_bytes = (block.codes + block.scales) as f64 / INDEX_BLOCK as f64;
         let tables = match codec {
             Codec::Vq(vq) => numbers(vq.stages * vq.entries * 8),
             _ => Vec::new(),
         };
-        Ok(Self { shape: *shape, codec, matrix: Tall { rows, codes, scales, tables } })
+        let matrices = vec![Tall { rows, codes, scales, tables }];
+        Ok(Self { shape: *shape, codec, row_bytes, matrices })
     }
 
-    fn matrix(&self) -> Result<Matrix<'_>> {
-        let Tall { rows, codes, scales, tables } = &self.matrix;
-        Ok(Matrix::with_tables(self.codec, *rows, self.shape.cols, codes, scales, tables)?)
+    /// Copies of an entropy-coded matrix, whose bytes cannot be any.
+    fn coded(shape: &Shape, bytes: &'a mut [u8]) -> Result<Self> {
+        let codec = Codec::Mxfp4z;
+        let room = |rows: usize| -> Result<bool> {
+            Ok(codec.layout(rows, shape.cols)?.codes <= bytes.len())
+        };
+        let mut rows = shape.rows.min(CODED_ROWS);
+        while !room(rows)? {
+            rows /= 2;
+        }
+        rows -= rows % INDEX_BLOCK;
+        ensure!(rows > 0, "--budget is too small for a piece of a matrix");
+        let one = synthetic_mxfp4z(rows, shape.cols, 0)?;
+        let mut matrices = Vec::new();
+        for codes in bytes.chunks_exact_mut(one.len()) {
+            codes.copy_from_slice(&one);
+            matrices.push(Tall { rows, codes, scales: Vec::new(), tables: Vec::new() });
+        }
+        let row_bytes = one.len() as f64 / rows as f64;
+        Ok(Self { shape: *shape, codec, row_bytes, matrices })
+    }
+
+    /// Parts of `rows` rows each, as they follow one another in memory.
+    fn pieces(&self, rows: usize) -> Result<Vec<Matrix<'_>>> {
+        let mut pieces = Vec::new();
+        for Tall { rows: all, codes, scales, tables } in &self.matrices {
+            let cols = self.shape.cols;
+            let matrix = Matrix::with_tables(self.codec, *all, cols, codes, scales, tables)?;
+            let firsts = (0..all + 1 - rows).step_by(rows);
+            pieces.extend(firsts.map(|first| matrix.row_range(first..first + rows)));
+        }
+        Ok(pieces)
     }
 
     /// Multiplies for `slot` seconds and takes the fastest call, because machines are noisy. `hot`
@@ -294,36 +368,33 @@ impl<'a> Weights<'a> {
         hot: bool,
         slot: f64,
     ) -> Result<Timing> {
-        let (matrix, cols) = (self.matrix()?, self.shape.cols);
-        let layout = self.codec.layout(INDEX_BLOCK, cols)?;
-        let row_bytes = (layout.codes + layout.scales) as f64 / INDEX_BLOCK as f64;
+        let (cols, row_bytes) = (self.shape.cols, self.row_bytes);
         let work = (slot * 1e9).clamp(*CALL.start(), *CALL.end());
         let affordable = work * machine.threads as f64 / (cols * n) as f64;
         let fitting = if hot { HOT_BYTES as f64 / row_bytes } else { f64::INFINITY };
         let affordable = affordable.min(fitting) as usize;
         let step = if affordable < INDEX_BLOCK { 16 } else { INDEX_BLOCK };
         let rows = affordable.next_multiple_of(step);
-        let rows = rows.min(self.shape.rows).min(matrix.rows());
+        let rows = rows.min(self.shape.rows).min(self.matrices[0].rows);
+        let pieces = self.pieces(rows)?;
 
         let x = numbers(n * cols);
         let mut out = vec![0.0; rows * n];
-        let (mut best, mut first) = (f64::INFINITY, 0);
+        let (mut best, mut piece) = (f64::INFINITY, &pieces[0]);
         let start = Instant::now();
         let mut calls = 0;
         while calls < 2 || start.elapsed() < Duration::from_secs_f64(slot) {
-            first = match hot {
-                false if calls > 0 && first + 2 * rows <= matrix.rows() => first + rows,
-                _ => 0,
-            };
-            let piece = matrix.row_range(first..first + rows);
+            piece = &pieces[if hot { 0 } else { calls % pieces.len() }];
             let call = Instant::now();
+            // As the engine does it.
+            let inputs = Inputs::new(&[self.codec], &x, n, cols);
             pool.rows(rows, rows * cols * n, &mut out, |range, out| {
-                kernels.matmul(&piece.row_range(range), &x, n, out);
+                kernels.multiply(&piece.row_range(range), &inputs, out);
             });
             best = best.min(call.elapsed().as_secs_f64());
             calls += 1;
         }
-        check(&matrix.row_range(first..first + rows), &x, n, &out).with_context(|| {
+        check(piece, &x, n, &out).with_context(|| {
             format!("{} kernels, {}, {}", kernels.name(), self.codec.name(), self.shape.name)
         })?;
         let bytes_per_s = rows as f64 * row_bytes / best;
@@ -334,6 +405,7 @@ impl<'a> Weights<'a> {
             vectors: n,
             threads: machine.threads,
             hot,
+            bits: 8.0 * row_bytes / cols as f64,
             multiply_adds_per_s,
             bytes_per_s,
             share_of_bandwidth: (!hot).then_some(bytes_per_s / machine.read_bytes_per_s),
@@ -349,6 +421,8 @@ struct Timing {
     vectors: usize,
     threads: usize,
     hot: bool,
+    /// Of a weight, as stored.
+    bits: f64,
     multiply_adds_per_s: f64,
     bytes_per_s: f64,
     /// Of what is read from memory.
@@ -360,6 +434,7 @@ impl Timing {
     fn json(&self, kernels: &Kernels) -> Value {
         json!({
             "codec": self.codec.name(),
+            "bits_per_weight": self.bits,
             "isa": kernels.name(),
             "shape": self.shape.name,
             "rows": self.shape.rows,
@@ -393,11 +468,31 @@ fn check(m: &Matrix<'_>, x: &[f32], n: usize, out: &[f32]) -> Result<()> {
     Ok(())
 }
 
-fn codecs() -> Vec<Codec> {
+/// Tables and side nibbles of a matrix whose lines are any, and scales at the ends of these.
+fn trellis_scales(trellis: Trellis, rows: usize, cols: usize, codes: &mut [u8]) -> Result<Vec<u8>> {
+    let codec = Codec::Trellis(trellis);
+    /// Rows of a tile, and bytes of a line, of which a row has eight.
+    const TILE: usize = 8;
+    let tile_bytes = codec.layout(TILE, cols)?.codes;
+    for tile in codes.chunks_exact_mut(tile_bytes) {
+        for word in tile[tile_bytes - 8 * TILE..].as_chunks_mut::<8>().0 {
+            word[4..].copy_from_slice(&(1.0f32 / 1024.0).to_le_bytes());
+        }
+    }
+    // Both classes, and of two powers of two.
+    let mut scales = vec![0x19; codec.layout(rows, cols)?.scales];
+    for (i, byte) in scales[..codec.table_bytes()].iter_mut().enumerate() {
+        *byte = (2 * i + 1) as u8 % 128;
+    }
+    Ok(scales)
+}
+
+/// The entropy-coded format is the last, since its matrices take the place of random bytes.
+fn codecs() -> Result<Vec<Codec>> {
     let vq = |stages, entries, packed| {
         Codec::Vq(Vq { stages, entries, index_block: INDEX_BLOCK, packed })
     };
-    vec![
+    Ok(vec![
         Codec::F32,
         Codec::Bf16,
         Codec::Q8 { group: GROUP },
@@ -406,7 +501,10 @@ fn codecs() -> Vec<Codec> {
         vq(3, 256, false),
         vq(2, 256, false),
         vq(4, 64, true),
-    ]
+        Codec::Trellis(Trellis::new(24, TRELLIS_WIDTH as usize)?),
+        Codec::Trellis(Trellis::rotated(28, TRELLIS_WIDTH as usize)?),
+        Codec::Mxfp4z,
+    ])
 }
 
 /// Numbers around zero, different from each other.
@@ -471,13 +569,15 @@ fn text(
     }
     writeln!(
         out,
-        "\nformat  shape            vectors threads from    Gweights/s   GB/s  of reading  of FMA"
+        "\nformat           bits shape            vectors threads from    Gweights/s   GB/s  of reading  \
+         of FMA"
     )?;
     for row in rows {
         writeln!(
             out,
-            "{:<7} {:<16} {:>7} {:>7} {:<7} {:>10.2} {:>6.2} {:>11} {:>5.0} %",
+            "{:<15} {:>5.2} {:<16} {:>7} {:>7} {:<7} {:>10.2} {:>6.2} {:>11} {:>5.0} %",
             row.codec.name(),
+            row.bits,
             row.shape.name,
             row.vectors,
             row.threads,
@@ -515,6 +615,16 @@ fn text(
             )?;
         }
     }
+    writeln!(out, "\nThe same with experts in other formats: GB of them, seconds of all products")?;
+    let Some(first) = steps.first() else { return Ok(out) };
+    for (i, experts) in first.formats.iter().enumerate() {
+        write!(out, "{:<15} {:>6.1} GB", experts.codec.name(), experts.bytes / 1e9)?;
+        for step in steps {
+            let seconds = step.products_with(step.formats[i].seconds);
+            write!(out, ", {seconds:.2} s on {}", threads(step.threads))?;
+        }
+        writeln!(out)?;
+    }
     Ok(out)
 }
 
@@ -546,8 +656,8 @@ mod tests {
         let mut bytes = vec![0; 1 << 16];
         fill(&mut bytes, true);
         let shape = Shape { name: "test", rows: 64, cols: 96 };
-        let weights = Weights::new(Codec::Bf16, &shape, &bytes).unwrap();
-        let matrix = weights.matrix().unwrap().row_range(0..64);
+        let weights = Weights::new(Codec::Bf16, &shape, &mut bytes).unwrap();
+        let matrix = weights.pieces(64).unwrap()[0];
         let (x, n) = (numbers(4 * 96), 4);
         let mut out = vec![0.0; 64 * n];
         Kernels::detect().matmul(&matrix, &x, n, &mut out);

@@ -81,7 +81,7 @@ fn products_are_checked_and_measured_beside_what_the_machine_can_do() {
     assert_eq!(shown["machine"][1]["threads"], 2);
     let results = shown["results"].as_array().unwrap();
     // Formats, shapes, numbers of vectors; one thread, two threads, a core's own cache.
-    assert_eq!(results.len(), 8 * 5 * 4 * 3);
+    assert_eq!(results.len(), 11 * 5 * 4 * 3);
     assert_eq!((&results[0]["rows"], &results[0]["cols"]), (&1024.into(), &2304.into()));
     for result in results {
         assert_eq!(result["isa"], shown["kernels"]);
@@ -96,6 +96,16 @@ fn products_are_checked_and_measured_beside_what_the_machine_can_do() {
         let parts = ["experts_seconds", "trunk_seconds", "head_seconds"].map(seconds);
         let sum: f64 = parts.iter().sum();
         assert!((seconds("products_seconds") - sum).abs() < 1e-9 * sum, "{step}");
+        // Kimi-Linear's eight experts of 26 layers, which containers have in q4: 4.125 bits.
+        let formats = step["formats"].as_array().unwrap();
+        assert_eq!(formats.len(), 11);
+        let of = |codec: &str| formats.iter().find(|f| f["codec"] == codec).unwrap();
+        assert_eq!(of("q4")["products_seconds"], step["products_seconds"]);
+        let weights = 26.0 * 8.0 * 3.0 * 1024.0 * 2304.0;
+        for (codec, bits) in [("q4", 4.125), ("trellis", 3.15), ("mxfp4z", 3.64)] {
+            let found = 8.0 * of(codec)["bytes"].as_f64().unwrap() / weights;
+            assert!((found - bits).abs() < 0.05, "{codec}: {found}");
+        }
     }
     // What is not a product is measured on one thread: twenty KDA layers with 32 heads, seven of MLA.
     let rest = shown["rest"].as_array().unwrap();
@@ -114,6 +124,8 @@ fn products_are_checked_and_measured_beside_what_the_machine_can_do() {
         "GB/s",
         "mxfp4",
         "vq4p",
+        "mxfp4z",
+        "trellis-rotated",
         "expert down",
         "48.6 G weights of experts",
         "Besides products, at 64 positions",

@@ -5,7 +5,7 @@ use rill_format::container::{ALIGN, Manifest, RecordLayout};
 use rill_kernels::{Codec, Matrix, Mxfp4zMatrix};
 
 use super::noise::{Noise, exponent, key, word};
-use super::shapes::Shapes;
+use super::shapes::{Shapes, Values};
 use super::{expert_noise, matrix_shapes};
 use crate::error::ConvertError;
 
@@ -13,6 +13,16 @@ use crate::error::ConvertError;
 const MATRICES: usize = 4;
 /// Inputs that share an exponent.
 const BLOCK: usize = 32;
+
+/// An mxfp4z matrix (rows, cols) of random weights, which takes as many bytes as one of a real model: to
+/// measure with.
+///
+/// # Errors
+/// When no such matrix can have this shape.
+pub fn synthetic_mxfp4z(rows: usize, cols: usize, seed: u64) -> Result<Vec<u8>, ConvertError> {
+    let (key, values) = (key(seed, &[]), Values::Matrix(1.0));
+    pack(&Noise { codec: Codec::Mxfp4, key, values, rows, fan_in: cols })
+}
 
 /// The packed matrices: those of gate and up, then those of down.
 #[derive(Debug)]
