@@ -2,10 +2,11 @@
 
 use std::ops::ControlFlow;
 
-use crate::engine::{Engine, Logits, Observer};
+use crate::engine::Engine;
 use crate::error::Error;
 use crate::experts::LayerIdx;
 use crate::perplexity::{Perplexity, surprise};
+use crate::step::{Logits, Observer};
 
 /// The result of [`Engine::compare`].
 #[derive(Clone, Debug, PartialEq)]
@@ -166,8 +167,8 @@ fn likeliest(logits: &[f32]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::{Distance, Leader, kl_divergence, likeliest};
-    use crate::engine::Observer;
     use crate::experts::LayerIdx;
+    use crate::step::Observer;
 
     #[test]
     fn a_layers_output_is_measured_and_replaced_chunk_by_chunk() {

@@ -39,12 +39,24 @@ pub(crate) fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
     out
 }
 
-/// (heads, n, dim), as heads are computed, → (n, heads·dim), as projections read it.
-pub(crate) fn join_heads(x: &[f32], heads: usize, n: usize, dim: usize) -> Vec<f32> {
+/// For each session (heads, tokens, dim), as heads are computed, → (rows, heads·dim), as projections
+/// read it. `tokens` are the rows of each session.
+pub(crate) fn join_heads(
+    x: &[f32],
+    heads: usize,
+    tokens: impl Iterator<Item = usize>,
+    dim: usize,
+) -> Vec<f32> {
     let mut out = vec![0.0; x.len()];
-    for (h, head) in x.chunks_exact(n * dim).enumerate() {
-        for (t, values) in head.chunks_exact(dim).enumerate() {
-            out[(t * heads + h) * dim..][..dim].copy_from_slice(values);
+    let mut at = 0;
+    for n in tokens {
+        let session = at..at + n * heads * dim;
+        at = session.end;
+        let (x, out) = (&x[session.clone()], &mut out[session]);
+        for (h, head) in x.chunks_exact(n * dim).enumerate() {
+            for (t, values) in head.chunks_exact(dim).enumerate() {
+                out[(t * heads + h) * dim..][..dim].copy_from_slice(values);
+            }
         }
     }
     out

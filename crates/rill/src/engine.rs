@@ -1,7 +1,6 @@
 //! A loaded model and its forward pass.
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,19 +19,17 @@ use crate::compute::Compute;
 use crate::config::{AttentionKind, FfnKind, ModelConfig};
 use crate::counters::Paces;
 use crate::error::Error;
-use crate::experts::{ExpertSource, LayerIdx};
+use crate::experts::ExpertSource;
 use crate::plan::{Budget, Plan, PlanOptions, Sizes};
 use crate::relief::Relief;
-use crate::session::{LayerState, Session};
+use crate::routing;
+use crate::session::{Home, Session, Snapshot};
 use crate::source::{self, WeightSource};
 use crate::streamed::{CachePolicy, DriveReport, ExpertOptions, Io, StreamedExperts};
-use crate::trunk::{Linear, Trunk, TrunkCounters, UnitBytes};
+use crate::trunk::{Trunk, TrunkCounters};
 use crate::turns::Turns;
-use crate::weights::{self, Attention, Ffn, Layer, Weights};
-use crate::{kda, mla, moe, residual, routing};
+use crate::weights::{self, Weights};
 
-/// Rows of the head that are multiplied at a time.
-const HEAD_ROWS: usize = 8192;
 /// Largest `config.json`, `tokenizer_config.json` and `generation_config.json` that make sense.
 const MAX_JSON_BYTES: u64 = 16 << 20;
 /// Largest `tiktoken.model` that makes sense (K3's has about 3 MB).
@@ -145,37 +142,6 @@ impl KernelChoice {
     }
 }
 
-/// Which positions to compute logits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Logits {
-    /// The last token given: (vocab).
-    Last,
-    /// Every token given: (tokens, vocab).
-    All,
-}
-
-/// Looks on while a step runs. All methods have a default that does nothing.
-pub trait Observer {
-    /// A layer has finished for a chunk of tokens: `hidden` (tokens, hidden) is what the next
-    /// layer will get, and may be replaced. Breaking ends the step with [`Error::Cancelled`].
-    fn after_layer(&mut self, _layer: LayerIdx, _hidden: &mut [f32]) -> ControlFlow<()> {
-        ControlFlow::Continue(())
-    }
-
-    /// A router has chosen for one token: `ids` (top_k), ascending, which may be replaced by others
-    /// that are ascending too. The step fails with [`Error::Routing`] if they are not.
-    fn choose(&mut self, _layer: LayerIdx, _ids: &mut [u32]) {}
-
-    /// A layer's experts are known: `ids` and `weights` (tokens, top_k), ascending ids within a token.
-    fn routed(&mut self, _layer: LayerIdx, _ids: &[u32], _weights: &[f32]) {}
-
-    /// The final norm has run: `hidden` (positions, hidden) is what the head will get, for the
-    /// positions whose logits were asked for.
-    fn normed(&mut self, _hidden: &[f32]) {}
-}
-
-impl Observer for () {}
-
 /// Counts and sizes of an open model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelSummary {
@@ -189,15 +155,17 @@ pub struct ModelSummary {
 
 /// A loaded model: immutable, shared between sessions and threads.
 pub struct Engine {
-    config: Arc<ModelConfig>,
-    source: Arc<dyn WeightSource>,
-    weights: Weights,
-    trunk: Trunk,
-    experts: Box<dyn ExpertSource>,
+    pub(crate) config: Arc<ModelConfig>,
+    /// What its sessions have in common.
+    pub(crate) home: Arc<Home>,
+    pub(crate) source: Arc<dyn WeightSource>,
+    pub(crate) weights: Weights,
+    pub(crate) trunk: Trunk,
+    pub(crate) experts: Box<dyn ExpertSource>,
     io: Io,
-    compute: Compute,
-    turns: Turns,
-    relief: Relief,
+    pub(crate) compute: Compute,
+    pub(crate) turns: Turns,
+    pub(crate) relief: Relief,
     /// File and the model's identity in it.
     learn: Option<(PathBuf, String)>,
     learned_problem: Option<StreamError>,
@@ -206,9 +174,9 @@ pub struct Engine {
     /// What had been read when it was open.
     pub(crate) opening_reads: ReadTotals,
     /// Most experts to read ahead; 0 when there are no slots for them.
-    lookahead: usize,
-    plan: Plan,
-    ledger: Ledger,
+    pub(crate) lookahead: usize,
+    pub(crate) plan: Plan,
+    pub(crate) ledger: Ledger,
     /// Of what the engine itself holds.
     _leases: Vec<Lease>,
     stop_tokens: Vec<u32>,
@@ -283,6 +251,12 @@ impl Engine {
         };
         let learned = learned.as_ref();
         let experts = StreamedExperts::new(&io, records, &config, experts, learned)?;
+        let config = Arc::new(config);
+        let home = Arc::new(Home {
+            config: config.clone(),
+            ledger: ledger.clone(),
+            lines: plan.session_lines().collect(),
+        });
         Ok(Self {
             weights: loaded.weights,
             trunk,
@@ -306,7 +280,8 @@ impl Engine {
             _leases: leases,
             stop_tokens,
             summary,
-            config: Arc::new(config),
+            config,
+            home,
         })
     }
 
@@ -434,296 +409,17 @@ impl Engine {
 
     /// A session at position 0.
     pub fn new_session(&self) -> Session {
-        Session::new(self.config.clone())
+        Session::new(self.home.clone())
     }
 
-    /// Runs tokens through the model and returns logits.
+    /// A session that goes on from a snapshot.
     ///
-    /// The result does not depend on how tokens are divided into calls. After an error the
-    /// session stands at the last whole token that was taken; [`Session::position`] tells which,
-    /// and both session and engine can be used again.
-    ///
-    /// Sessions in several threads take turns, a piece of a prompt or a token each: a step uses
-    /// every core, and there is memory for the activations of one. An observer cannot run the
-    /// engine that it looks on.
-    pub fn forward(
-        &self,
-        session: &mut Session,
-        tokens: &[u32],
-        logits: Logits,
-    ) -> Result<Vec<f32>, Error> {
-        self.forward_observed(session, tokens, logits, &mut ())
-    }
-
-    /// [`forward`](Self::forward) with an observer.
-    pub fn forward_observed(
-        &self,
-        session: &mut Session,
-        tokens: &[u32],
-        logits: Logits,
-        observer: &mut (dyn Observer + Send),
-    ) -> Result<Vec<f32>, Error> {
-        self.check_tokens(session, tokens)?;
-        session.admit(&self.ledger, &self.plan)?;
-        let chunk = self.plan.prefill_chunk;
-        let logits_lease = match logits {
-            Logits::Last => None,
-            Logits::All => {
-                let more = tokens.len().saturating_sub(self.plan.options.logits) as u64;
-                Some(self.ledger.lease("logits", 4 * more * self.config.vocab_size as u64)?)
-            }
-        };
-        // Exactly, because growth by doubling would take twice as much.
-        let positions = if logits == Logits::All { tokens.len() } else { 1 };
-        let mut out = Vec::with_capacity(positions * self.config.vocab_size);
-        let n_chunks = tokens.len().div_ceil(chunk);
-        for (i, chunk) in tokens.chunks(chunk).enumerate() {
-            let positions = match logits {
-                Logits::All => chunk.len(),
-                Logits::Last => usize::from(i + 1 == n_chunks),
-            };
-            let _turn = self.turns.wait();
-            self.relief.look(&*self.experts);
-            let start = Instant::now();
-            session.save();
-            // Inside the pool, so that the many small splits below need no hand-over.
-            let step = self.compute.pool.install(|| {
-                let hidden = self.run_layers(session, chunk, observer)?;
-                match positions {
-                    0 => Ok(()),
-                    n => {
-                        let rest = (chunk.len() - n) * self.config.hidden_size;
-                        self.head(&hidden[rest..], &mut out, observer)
-                    }
-                }
-            });
-            step.inspect_err(|_| session.roll_back())?;
-            session.position += chunk.len();
-            self.paces.add(chunk.len(), tokens.len(), start.elapsed());
-        }
-        drop(logits_lease);
-        Ok(out)
-    }
-
-    fn check_tokens(&self, session: &Session, tokens: &[u32]) -> Result<(), Error> {
-        if !Arc::ptr_eq(&session.config, &self.config) {
-            return Err(Error::ForeignSession);
-        }
-        if tokens.is_empty() {
-            return Err(Error::EmptyPrompt);
-        }
-        let vocab_size = self.config.vocab_size;
-        if let Some(position) = tokens.iter().position(|&t| t as usize >= vocab_size) {
-            return Err(Error::TokenOutOfRange { token: tokens[position], position, vocab_size });
-        }
-        let positions = session.position + tokens.len();
-        let max_positions = self.plan.options.context;
-        if positions > max_positions {
-            return Err(Error::ContextFull { positions, max_positions });
-        }
-        Ok(())
-    }
-
-    /// The trunk from embedding to last layer: (tokens, hidden), output mix included.
-    fn run_layers(
-        &self,
-        session: &mut Session,
-        tokens: &[u32],
-        observer: &mut (dyn Observer + Send),
-    ) -> Result<Vec<f32>, Error> {
-        let config = &*self.config;
-        let mut x = self.embed(tokens)?;
-        // Attention residuals: sums set aside so far, (tokens, hidden) each.
-        let mut blocks = Vec::new();
-        for (index, (layer, state)) in
-            self.weights.layers.iter().zip(&mut session.layers).enumerate()
-        {
-            let layer_idx = LayerIdx(index);
-            let matrices = self.trunk.layer(index)?;
-            x = match config.attn_res_block_size {
-                None => self.plain_layer(layer_idx, layer, &matrices, state, x, observer)?,
-                Some(size) => {
-                    let starts_block = index % size == 0;
-                    self.mixed_layer(
-                        layer_idx,
-                        layer,
-                        &matrices,
-                        state,
-                        x,
-                        &mut blocks,
-                        starts_block,
-                        observer,
-                    )?
-                }
-            };
-            if observer.after_layer(layer_idx, &mut x).is_break() {
-                return Err(Error::Cancelled);
-            }
-        }
-        Ok(match &self.weights.output_mix {
-            None => x,
-            Some(weights) => {
-                residual::mix(&self.compute.kernels, config.rms_norm_eps, weights, &blocks, &x)
-            }
-        })
-    }
-
-    /// `x += attn(rms(x)); x += ffn(rms(x))`.
-    fn plain_layer(
-        &self,
-        index: LayerIdx,
-        layer: &Layer,
-        matrices: &UnitBytes,
-        state: &mut LayerState,
-        mut x: Vec<f32>,
-        observer: &mut (dyn Observer + Send),
-    ) -> Result<Vec<f32>, Error> {
-        let kernels = &self.compute.kernels;
-        let attention = self.attention(layer, matrices, state, &x);
-        kernels.add(&attention, &mut x);
-        let ffn = self.ffn(index, layer, matrices, &x, observer)?;
-        kernels.add(&ffn, &mut x);
-        Ok(x)
-    }
-
-    /// A layer with attention residuals: each half reads a mix of the stored blocks and the
-    /// running prefix; the first layer of a block sets the prefix aside and starts a new one.
-    #[expect(clippy::too_many_arguments, reason = "one layer's weights, state and streams")]
-    fn mixed_layer(
-        &self,
-        index: LayerIdx,
-        layer: &Layer,
-        matrices: &UnitBytes,
-        state: &mut LayerState,
-        mut prefix: Vec<f32>,
-        blocks: &mut Vec<Vec<f32>>,
-        starts_block: bool,
-        observer: &mut (dyn Observer + Send),
-    ) -> Result<Vec<f32>, Error> {
-        let kernels = &self.compute.kernels;
-        let eps = self.config.rms_norm_eps;
-        let (attention_mix, ffn_mix) =
-            layer.mixes.as_ref().expect("bound whenever there is a block size");
-
-        let attention = if blocks.is_empty() {
-            self.attention(layer, matrices, state, &prefix)
-        } else {
-            let x = residual::mix(kernels, eps, attention_mix, blocks, &prefix);
-            self.attention(layer, matrices, state, &x)
-        };
-        if starts_block {
-            blocks.push(std::mem::replace(&mut prefix, attention));
-        } else {
-            kernels.add(&attention, &mut prefix);
-        }
-        let x = residual::mix(kernels, eps, ffn_mix, blocks, &prefix);
-        let ffn = self.ffn(index, layer, matrices, &x, observer)?;
-        kernels.add(&ffn, &mut prefix);
-        Ok(prefix)
-    }
-
-    /// `attn(rms(x))`.
-    fn attention(
-        &self,
-        layer: &Layer,
-        matrices: &UnitBytes,
-        state: &mut LayerState,
-        x: &[f32],
-    ) -> Vec<f32> {
-        let (compute, config) = (&self.compute, &*self.config);
-        let n = x.len() / config.hidden_size;
-        let x = compute.rms_norm(x, &layer.input_layernorm, config.rms_norm_eps);
-        match (&layer.attention, state) {
-            (Attention::Kda(w), LayerState::Kda(s)) => {
-                kda::forward(compute, config, w, matrices, s, &x, n)
-            }
-            (Attention::Mla(w), LayerState::Mla(s)) => {
-                mla::forward(compute, config, w, matrices, s, &x, n)
-            }
-            _ => unreachable!("weights and state are made from one list of layers"),
-        }
-    }
-
-    /// `ffn(rms(x))`.
-    fn ffn(
-        &self,
-        index: LayerIdx,
-        layer: &Layer,
-        matrices: &UnitBytes,
-        x: &[f32],
-        observer: &mut (dyn Observer + Send),
-    ) -> Result<Vec<f32>, Error> {
-        let (compute, config) = (&self.compute, &*self.config);
-        let (raw, n) = (x, x.len() / config.hidden_size);
-        let x = compute.rms_norm(x, &layer.post_attention_layernorm, config.rms_norm_eps);
-        match &layer.ffn {
-            Ffn::Dense(mlp) => Ok(moe::dense(compute, config.activation, mlp, matrices, &x, n)),
-            Ffn::Moe(weights) => {
-                let experts = &*self.experts;
-                if n == 1 && self.lookahead > 0 {
-                    self.look_ahead(index.0 + 1, raw);
-                }
-                let (y, routing) = moe::forward(
-                    compute, config, weights, matrices, experts, index, &x, n, observer,
-                )?;
-                observer.routed(index, &routing.ids, &routing.weights);
-                Ok(y)
-            }
-        }
-    }
-
-    /// Asks the next layer's router about what this layer's router sees: it names most of the
-    /// experts that will be wanted, early. `x` (hidden). Whether it is right changes no result.
-    fn look_ahead(&self, next: usize, x: &[f32]) {
-        let (compute, config) = (&self.compute, &*self.config);
-        let Some(layer) = self.weights.layers.get(next) else { return };
-        let Ffn::Moe(weights) = &layer.ffn else { return };
-        // A router that is still being read cannot be asked.
-        let Some(matrices) = self.trunk.layer_if_present(next) else { return };
-        let x = compute.rms_norm(x, &layer.post_attention_layernorm, config.rms_norm_eps);
-        let mut scores = compute.matmul(matrices.view(weights.gate), &x, 1);
-        compute.kernels.sigmoid(&mut scores);
-        let likely = moe::likeliest(&scores, &weights.e_score_correction_bias, self.lookahead);
-        self.experts.likely(LayerIdx(next), &likely);
-    }
-
-    /// Rows of the embedding, (tokens, hidden), read from disk.
-    fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
-        let mut x = Vec::with_capacity(tokens.len() * self.config.hidden_size);
-        for &token in tokens {
-            x.extend(self.source.read_row(&self.weights.embed_tokens, u64::from(token))?);
-        }
-        Ok(x)
-    }
-
-    /// Final norm and head: (n, hidden) → (n, vocab), appended to `out`.
-    fn head(
-        &self,
-        x: &[f32],
-        out: &mut Vec<f32>,
-        observer: &mut (dyn Observer + Send),
-    ) -> Result<(), Error> {
-        let (config, vocab) = (&*self.config, self.config.vocab_size);
-        let n = x.len() / config.hidden_size;
-        let x = self.compute.rms_norm(x, &self.weights.norm, config.rms_norm_eps);
-        observer.normed(&x);
-        let start = out.len();
-        out.resize(start + n * vocab, 0.0);
-        let logits = &mut out[start..];
-        for (piece, &(first, rows)) in self.trunk.head_rows().iter().enumerate() {
-            let matrices = self.trunk.head(piece)?;
-            let head = matrices.view(Linear(0));
-            // Some rows at a time, so that hardly more memory is needed than for the result.
-            for at in (0..rows).step_by(HEAD_ROWS) {
-                let range = at..rows.min(at + HEAD_ROWS);
-                let part = self.compute.matmul(head.row_range(range.clone()), &x, n);
-                let parts = part.chunks_exact(range.len());
-                for (logits, part) in logits.chunks_exact_mut(vocab).zip(parts) {
-                    logits[first + range.start..first + range.end].copy_from_slice(part);
-                }
-            }
-        }
-        Ok(())
+    /// # Errors
+    /// As for [`Session::restore`].
+    pub fn session_from(&self, snapshot: &Snapshot) -> Result<Session, Error> {
+        let mut session = self.new_session();
+        session.restore(snapshot)?;
+        Ok(session)
     }
 }
 

@@ -156,7 +156,18 @@ pub enum Error {
         max_positions: usize,
     },
 
-    /// A session was given to an engine that did not make it.
+    /// More tokens than there is memory for in one step.
+    #[error(
+        "{tokens} tokens in one step are more than the {most} that the budget has room for; take several steps"
+    )]
+    StepTooLarge {
+        /// Tokens of all its sessions together.
+        tokens: usize,
+        /// Most tokens of a step.
+        most: usize,
+    },
+
+    /// A session or snapshot was given to an engine that did not make it.
     #[error("the session belongs to another engine; use the engine that made it")]
     ForeignSession,
 

@@ -4,11 +4,12 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::engine::{Engine, Logits, Observer};
+use crate::engine::Engine;
 use crate::error::Error;
 use crate::experts::LayerIdx;
 use crate::sampler::{Sampler, Sampling};
 use crate::session::Session;
+use crate::step::{Logits, Observer};
 
 /// What to generate and when to stop.
 #[derive(Clone, Debug)]

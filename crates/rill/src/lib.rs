@@ -41,6 +41,7 @@ mod routing;
 mod sampler;
 mod session;
 mod source;
+mod step;
 mod streamed;
 mod trunk;
 mod turns;
@@ -49,10 +50,7 @@ mod weights;
 pub use comparison::Comparison;
 pub use counters::{Bound, Pace, RunCounters};
 pub use describe::{Description, FormatShare, describe};
-pub use engine::{
-    Engine, EngineOptions, KernelChoice, Logits, ModelSummary, Observer, open_tokenizer,
-    read_config,
-};
+pub use engine::{Engine, EngineOptions, KernelChoice, ModelSummary, open_tokenizer, read_config};
 pub use error::{Error, ExpertError};
 pub use experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 pub use generate::{FinishReason, GenerateOptions, Generation};
@@ -66,6 +64,7 @@ pub use rill_stream::{
 pub use rill_text::{TextError, Tokenizer, chat};
 pub use routing::{ForcedRouting, RoutingRecorder};
 pub use sampler::{Sampler, Sampling, likelier_first};
-pub use session::Session;
+pub use session::{Session, Snapshot};
+pub use step::{Logits, Observer, Part};
 pub use streamed::{CachePolicy, DriveReport};
 pub use trunk::TrunkCounters;

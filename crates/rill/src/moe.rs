@@ -4,7 +4,6 @@ use rill_kernels::{Inputs, Kernels, Matrix};
 
 use crate::compute::{Compute, transpose};
 use crate::config::{Activation, ModelConfig, MoeConfig};
-use crate::engine::Observer;
 use crate::error::{Error, ExpertError};
 use crate::experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 use crate::trunk::UnitBytes;
@@ -18,6 +17,9 @@ pub(crate) struct Routing {
     /// (n, top_k)
     pub(crate) weights: Vec<f32>,
 }
+
+/// Sees what a row's router has chosen and may change it.
+pub(crate) type Choose<'a> = &'a mut dyn FnMut(usize, &mut [u32]);
 
 /// A dense feed-forward: `x` (n, hidden) → (n, hidden).
 pub(crate) fn dense(
@@ -43,13 +45,13 @@ pub(crate) fn forward(
     layer: LayerIdx,
     x: &[f32],
     n: usize,
-    observer: &mut (dyn Observer + Send),
+    choose: Choose<'_>,
 ) -> Result<(Vec<f32>, Routing), Error> {
     let kernels = &compute.kernels;
     let mut scores = compute.matmul(unit.view(weights.gate), x, n);
     kernels.sigmoid(&mut scores);
     let bias = &weights.e_score_correction_bias;
-    let routing = route(kernels, &config.moe, &scores, bias, layer, observer)?;
+    let routing = route(kernels, &config.moe, &scores, bias, layer, choose)?;
     source.chosen(layer, &routing.ids, config.moe.top_k);
 
     let mut y = match &weights.latent {
@@ -76,13 +78,13 @@ fn route(
     scores: &[f32],
     bias: &[f32],
     layer: LayerIdx,
-    observer: &mut (dyn Observer + Send),
+    choose: Choose<'_>,
 ) -> Result<Routing, Error> {
     let mut routing = Routing { ids: Vec::new(), weights: Vec::new() };
-    for scores in scores.chunks_exact(moe.n_experts) {
+    for (row, scores) in scores.chunks_exact(moe.n_experts).enumerate() {
         let biased: Vec<f32> = scores.iter().zip(bias).map(|(s, b)| s + b).collect();
         let mut ids = top_k(&biased, moe.top_k);
-        observer.choose(layer, &mut ids);
+        choose(row, &mut ids);
         let exist = ids.last().is_none_or(|&id| (id as usize) < moe.n_experts);
         if !exist || !ids.is_sorted_by(|a, b| a < b) {
             return Err(Error::Routing { layer, ids });

@@ -2,8 +2,9 @@
 
 use std::ops::ControlFlow;
 
-use crate::engine::{Engine, Logits};
+use crate::engine::Engine;
 use crate::error::Error;
+use crate::step::Logits;
 
 /// The result of [`Engine::perplexity`].
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -4,9 +4,10 @@ use std::ops::ControlFlow;
 
 use safetensors::{Dtype, SafeTensors};
 
-use crate::engine::{Engine, Logits, Observer};
+use crate::engine::Engine;
 use crate::error::Error;
 use crate::experts::LayerIdx;
+use crate::step::{Logits, Observer};
 
 /// Expected values for one sequence of tokens, from a safetensors file.
 #[derive(Clone, Debug)]

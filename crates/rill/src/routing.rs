@@ -3,8 +3,8 @@
 use rill_stream::{Geometry, StreamError, Trace};
 
 use crate::config::ModelConfig;
-use crate::engine::Observer;
 use crate::experts::{LayerIdx, moe_layers};
+use crate::step::Observer;
 
 /// Notes which experts every token uses.
 #[derive(Clone, Debug)]

@@ -2,37 +2,46 @@
 
 use std::sync::Arc;
 
-use rill_stream::{Lease, Ledger, OverBudget};
+use rill_stream::{Lease, Ledger};
 
 use crate::config::{AttentionKind, ModelConfig};
-use crate::plan::Plan;
+use crate::error::Error;
 
 /// The state of one conversation: mutable, owned, and useful only with the engine that made it.
 ///
 /// Its memory is counted from its first step on: the step of a session that finds no room in the
-/// budget is refused. A clone is counted anew.
+/// budget is refused.
+///
+/// K3's attention residuals run over layers, within a token, so nothing of them outlives a step.
 #[derive(Debug)]
 pub struct Session {
-    /// Identity of the engine's configuration, so that a foreign session is noticed.
-    pub(crate) config: Arc<ModelConfig>,
-    pub(crate) position: usize,
+    home: Arc<Home>,
+    /// What it has seen.
+    tokens: Vec<u32>,
     pub(crate) layers: Vec<LayerState>,
-    /// The recurrent part as it was before the step under way.
-    saved: Vec<KdaState>,
     /// Of its whole context; empty before the first step.
     leases: Vec<Lease>,
 }
 
-impl Clone for Session {
-    fn clone(&self) -> Self {
-        Self {
-            config: self.config.clone(),
-            position: self.position,
-            layers: self.layers.clone(),
-            saved: self.saved.clone(),
-            leases: Vec::new(),
-        }
-    }
+/// A session's state at some moment, unchanging: sessions can go back to it, or start from it.
+///
+/// It takes half of the recurrent memory of a session, and of the latent cache what its tokens take.
+#[derive(Debug)]
+pub struct Snapshot {
+    home: Arc<Home>,
+    tokens: Vec<u32>,
+    layers: Vec<LayerState>,
+    lease: Lease,
+}
+
+/// What all sessions of an engine have in common; also its identity, so that a foreign session is
+/// noticed.
+#[derive(Debug)]
+pub(crate) struct Home {
+    pub(crate) config: Arc<ModelConfig>,
+    pub(crate) ledger: Ledger,
+    /// Purposes and bytes of what a session leases.
+    pub(crate) lines: Vec<(&'static str, u64)>,
 }
 
 /// What a layer remembers.
@@ -45,6 +54,16 @@ pub(crate) enum LayerState {
 /// A KDA layer's state; its size does not depend on the position.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct KdaState {
+    /// After the last whole token.
+    pub(crate) now: Recurrent,
+    /// What a step writes; empty before the first. Keeping the two apart costs no copying: a step
+    /// reads the one and writes the other.
+    pub(crate) next: Recurrent,
+}
+
+/// What is carried from token to token.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Recurrent {
     /// (heads, head_dim of keys, head_dim of values)
     pub(crate) heads: Vec<f32>,
     /// Previous inputs of the q, k and v convolutions, (kernel − 1, P) each, oldest first.
@@ -59,86 +78,199 @@ pub(crate) struct MlaState {
 }
 
 impl Session {
-    pub(crate) fn new(config: Arc<ModelConfig>) -> Self {
-        let kda = config.kda;
-        let p = kda.n_heads * kda.head_dim;
+    pub(crate) fn new(home: Arc<Home>) -> Self {
+        let config = &home.config;
         let layers = config.layers.iter().map(|layer| match layer.attention {
             AttentionKind::Kda => LayerState::Kda(KdaState {
-                heads: vec![0.0; p * kda.head_dim],
-                conv: [(); 3].map(|()| vec![0.0; (kda.conv_kernel_size - 1) * p]),
+                now: Recurrent::new(config),
+                next: Recurrent::default(),
             }),
             AttentionKind::Mla => LayerState::Mla(MlaState::default()),
         });
-        Self {
-            layers: layers.collect(),
-            config,
-            position: 0,
-            saved: Vec::new(),
-            leases: Vec::new(),
-        }
-    }
-
-    /// Takes its part of the budget, once.
-    pub(crate) fn admit(&mut self, ledger: &Ledger, plan: &Plan) -> Result<(), OverBudget> {
-        if self.leases.is_empty() {
-            let leases = plan.session_lines().map(|(purpose, bytes)| ledger.lease(purpose, bytes));
-            self.leases = leases.collect::<Result<_, _>>()?;
-        }
-        Ok(())
+        Self { layers: layers.collect(), tokens: Vec::new(), leases: Vec::new(), home }
     }
 
     /// Tokens seen so far.
     pub fn position(&self) -> usize {
-        self.position
+        self.tokens.len()
+    }
+
+    /// The tokens seen so far.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
     }
 
     /// The recurrent state of a KDA layer, (heads, head_dim, head_dim) with keys before values;
     /// `None` for a full-attention layer or one that does not exist.
     pub fn kda_state(&self, layer: usize) -> Option<&[f32]> {
         match self.layers.get(layer)? {
-            LayerState::Kda(state) => Some(&state.heads),
+            LayerState::Kda(state) => Some(&state.now.heads),
             LayerState::Mla(_) => None,
         }
+    }
+
+    /// A second session at the same position, which goes its own way from here.
+    ///
+    /// # Errors
+    /// [`Error::OverBudget`] when there is no room for it.
+    pub fn fork(&self) -> Result<Session, Error> {
+        let mut fork = Session::new(self.home.clone());
+        if !self.leases.is_empty() {
+            fork.admit()?;
+        }
+        fork.copy_from(&self.tokens, &self.layers);
+        Ok(fork)
+    }
+
+    /// Its present state, to go back to.
+    ///
+    /// # Errors
+    /// [`Error::OverBudget`] when there is no room for it.
+    pub fn snapshot(&self) -> Result<Snapshot, Error> {
+        let bytes = self.layers.iter().map(LayerState::bytes).sum();
+        let lease = self.home.ledger.lease("snapshots", bytes)?;
+        let layers = self.layers.iter().map(LayerState::at_rest).collect();
+        Ok(Snapshot { home: self.home.clone(), tokens: self.tokens.clone(), layers, lease })
+    }
+
+    /// Goes to a snapshot, which may be of another session of the same engine.
+    ///
+    /// # Errors
+    /// [`Error::ForeignSession`] when it is of another engine, [`Error::OverBudget`] when this session
+    /// has taken no step yet and there is no room for it.
+    pub fn restore(&mut self, snapshot: &Snapshot) -> Result<(), Error> {
+        if !Arc::ptr_eq(&self.home, &snapshot.home) {
+            return Err(Error::ForeignSession);
+        }
+        self.admit()?;
+        self.copy_from(&snapshot.tokens, &snapshot.layers);
+        Ok(())
+    }
+
+    fn copy_from(&mut self, tokens: &[u32], layers: &[LayerState]) {
+        // Latents of the same tokens are the same, so those need no copying.
+        let same = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+        let width = self.home.config.mla.kv_lora_rank + self.home.config.mla.qk_rope_head_dim;
+        for (own, other) in self.layers.iter_mut().zip(layers) {
+            match (own, other) {
+                (LayerState::Kda(own), LayerState::Kda(other)) => own.now.clone_from(&other.now),
+                (LayerState::Mla(own), LayerState::Mla(other)) => {
+                    own.cache.truncate(same * width);
+                    own.cache.extend_from_slice(&other.cache[own.cache.len()..]);
+                }
+                _ => unreachable!("both are made from one list of layers"),
+            }
+        }
+        self.tokens.clear();
+        self.tokens.extend_from_slice(tokens);
+    }
+
+    pub(crate) fn belongs_to(&self, home: &Arc<Home>) -> bool {
+        Arc::ptr_eq(&self.home, home)
+    }
+
+    /// Takes its part of the budget, once.
+    pub(crate) fn admit(&mut self) -> Result<(), Error> {
+        if self.leases.is_empty() {
+            let lines = self.home.lines.iter();
+            let leases = lines.map(|&(purpose, bytes)| self.home.ledger.lease(purpose, bytes));
+            self.leases = leases.collect::<Result<_, _>>()?;
+        }
+        Ok(())
     }
 
     /// Bytes a fresh session takes, before any position is cached.
     pub(crate) fn recurrent_bytes(config: &ModelConfig) -> u64 {
-        let kda = config.kda;
-        let p = kda.n_heads * kda.head_dim;
         let layers = config.layers.iter().filter(|l| l.attention == AttentionKind::Kda).count();
-        // Twice: the state and its copy for going back.
-        (2 * 4 * layers * (p * kda.head_dim + 3 * (kda.conv_kernel_size - 1) * p)) as u64
+        let state = 4 * (Recurrent::head_values(config) + 3 * Recurrent::conv_values(config));
+        // Twice: what a step reads and what it writes.
+        (2 * layers * state) as u64
     }
 
-    /// Remembers the present state, to go back to if the next step fails.
-    pub(crate) fn save(&mut self) {
-        let recurrent = self.layers.iter().filter_map(|layer| match layer {
-            LayerState::Kda(state) => Some(state),
-            LayerState::Mla(_) => None,
-        });
-        if self.saved.is_empty() {
-            self.saved = recurrent.cloned().collect();
-        } else {
-            for (saved, state) in self.saved.iter_mut().zip(recurrent) {
-                saved.heads.copy_from_slice(&state.heads);
-                for (saved, conv) in saved.conv.iter_mut().zip(&state.conv) {
-                    saved.copy_from_slice(conv);
-                }
-            }
-        }
-    }
-
-    /// Goes back to what [`save`](Self::save) remembered.
-    pub(crate) fn roll_back(&mut self) {
-        let width = self.config.mla.kv_lora_rank + self.config.mla.qk_rope_head_dim;
-        let mut saved = self.saved.iter();
+    /// A step has ended well: what it wrote counts from now on.
+    pub(crate) fn commit(&mut self, tokens: &[u32]) {
         for layer in &mut self.layers {
-            match layer {
-                LayerState::Kda(state) => {
-                    state.clone_from(saved.next().expect("saved before every step"));
-                }
-                LayerState::Mla(state) => state.cache.truncate(self.position * width),
+            if let LayerState::Kda(state) = layer {
+                std::mem::swap(&mut state.now, &mut state.next);
             }
         }
+        self.tokens.extend_from_slice(tokens);
+    }
+
+    /// A step has failed or was stopped: the session is where it was.
+    pub(crate) fn roll_back(&mut self) {
+        let width = self.home.config.mla.kv_lora_rank + self.home.config.mla.qk_rope_head_dim;
+        let positions = self.tokens.len();
+        for layer in &mut self.layers {
+            if let LayerState::Mla(state) = layer {
+                state.cache.truncate(positions * width);
+            }
+        }
+    }
+}
+
+impl Snapshot {
+    /// Tokens it has seen.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Bytes it takes.
+    pub fn bytes(&self) -> u64 {
+        self.lease.bytes()
+    }
+}
+
+impl LayerState {
+    pub(crate) fn kda(&mut self) -> &mut KdaState {
+        match self {
+            Self::Kda(state) => state,
+            Self::Mla(_) => unreachable!("weights and state are made from one list of layers"),
+        }
+    }
+
+    pub(crate) fn mla(&mut self) -> &mut MlaState {
+        match self {
+            Self::Mla(state) => state,
+            Self::Kda(_) => unreachable!("weights and state are made from one list of layers"),
+        }
+    }
+
+    /// A copy without what only a step needs.
+    fn at_rest(&self) -> Self {
+        match self {
+            Self::Kda(state) => {
+                Self::Kda(KdaState { now: state.now.clone(), next: Recurrent::default() })
+            }
+            Self::Mla(state) => Self::Mla(state.clone()),
+        }
+    }
+
+    /// Bytes of such a copy.
+    fn bytes(&self) -> u64 {
+        let values = match self {
+            Self::Kda(state) => {
+                state.now.heads.len() + state.now.conv.iter().map(Vec::len).sum::<usize>()
+            }
+            Self::Mla(state) => state.cache.len(),
+        };
+        4 * values as u64
+    }
+}
+
+impl Recurrent {
+    fn new(config: &ModelConfig) -> Self {
+        Self {
+            heads: vec![0.0; Self::head_values(config)],
+            conv: [(); 3].map(|()| vec![0.0; Self::conv_values(config)]),
+        }
+    }
+
+    fn head_values(config: &ModelConfig) -> usize {
+        config.kda.n_heads * config.kda.head_dim * config.kda.head_dim
+    }
+
+    fn conv_values(config: &ModelConfig) -> usize {
+        (config.kda.conv_kernel_size - 1) * config.kda.n_heads * config.kda.head_dim
     }
 }

@@ -100,10 +100,10 @@ fn a_cloned_session_continues_with_the_same_bits() {
     let ids = reference(&demo()).input_ids;
     let mut session = engine.new_session();
     engine.forward(&mut session, &ids[..100], Logits::Last).unwrap();
-    let mut fork = session.clone();
+    let mut fork = session.fork().unwrap();
     // What the fork does in between is its own affair.
     engine.forward(&mut fork, &ids[..30], Logits::Last).unwrap();
-    let mut copy = session.clone();
+    let mut copy = session.fork().unwrap();
     let a = engine.forward(&mut session, &ids[100..], Logits::All).unwrap();
     let b = engine.forward(&mut copy, &ids[100..], Logits::All).unwrap();
     let whole = engine.forward(&mut engine.new_session(), &ids, Logits::All).unwrap();
