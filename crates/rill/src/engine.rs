@@ -110,7 +110,8 @@ impl EngineOptions {
             lookahead: self.lookahead,
             threads: self.computing_threads() + readers,
             sessions: self.sessions.max(1),
-            logits: self.logits.max(1),
+            // Sessions that share a step ask for one position each.
+            logits: self.logits.max(self.sessions).max(1),
         }
     }
 

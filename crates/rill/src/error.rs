@@ -156,6 +156,35 @@ pub enum Error {
         max_positions: usize,
     },
 
+    /// As many requests wait as may.
+    #[error("{waiting} requests are waiting already; try again later, or allow a longer queue")]
+    QueueFull {
+        /// Requests that wait.
+        waiting: usize,
+    },
+
+    /// A scheduler's options outside their range.
+    #[error("{parameter} is {found}; it must be {expected}")]
+    Scheduling {
+        /// Which parameter.
+        parameter: &'static str,
+        /// What it was.
+        found: f64,
+        /// Its range.
+        expected: &'static str,
+    },
+
+    /// The system gave no thread to take steps with.
+    #[error("cannot start the thread that takes steps: {reason}")]
+    SchedulerThread {
+        /// What it said.
+        reason: String,
+    },
+
+    /// The thread that takes steps has broken down; this is a fault of the program.
+    #[error("the scheduler has broken down; open the model again, and report what it printed")]
+    SchedulerGone,
+
     /// More tokens than there is memory for in one step.
     #[error(
         "{tokens} tokens in one step are more than the {most} that the budget has room for; take several steps"

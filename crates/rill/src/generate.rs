@@ -46,6 +46,8 @@ pub enum FinishReason {
     ContextFull,
     /// The caller asked.
     Cancelled,
+    /// Its time was over; only a [`Scheduler`](crate::Scheduler) has deadlines.
+    Deadline,
     /// A step failed; the iterator has yielded the error.
     Failed,
 }

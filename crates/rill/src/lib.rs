@@ -39,6 +39,7 @@ mod relief;
 mod residual;
 mod routing;
 mod sampler;
+mod scheduler;
 mod session;
 mod source;
 mod step;
@@ -64,6 +65,9 @@ pub use rill_stream::{
 pub use rill_text::{TextError, Tokenizer, chat};
 pub use routing::{ForcedRouting, RoutingRecorder};
 pub use sampler::{Sampler, Sampling, likelier_first};
+pub use scheduler::{
+    Answer, Canceller, Ended, Event, Request, RequestStatistics, Scheduler, SchedulerOptions,
+};
 pub use session::{Session, Snapshot};
 pub use step::{Logits, Observer, Part};
 pub use streamed::{CachePolicy, DriveReport};

@@ -262,6 +262,11 @@ impl Plan {
             .map(move |(purpose, bytes)| (purpose, bytes / sessions))
     }
 
+    /// Bytes that one session takes, with the cache for its whole context.
+    pub fn session_bytes(&self) -> u64 {
+        self.session_lines().fold(0, |sum, (_, bytes)| sum.saturating_add(bytes))
+    }
+
     /// Bytes read for one token: trunk that is streamed, and expected experts.
     pub fn bytes_per_token(&self) -> u64 {
         self.trunk_read_bytes.saturating_add(self.expert_read_bytes)

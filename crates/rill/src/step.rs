@@ -133,10 +133,11 @@ impl Engine {
     /// they have more tokens together than [`Plan::prefill_chunk`](crate::plan::Plan::prefill_chunk).
     /// All sessions are where they were then.
     pub fn step(&self, parts: &mut [Part<'_>]) -> Result<Vec<Option<Vec<f32>>>, Error> {
-        let (mut tokens, mut positions) = (0, 0);
+        let (mut tokens, mut longest, mut positions) = (0, 0, 0);
         for part in &*parts {
             self.check_tokens(part.session, part.tokens)?;
             tokens += part.tokens.len();
+            longest = longest.max(part.tokens.len());
             positions += part.logits.positions(part.tokens.len());
         }
         if tokens > self.plan.prefill_chunk {
@@ -147,7 +148,7 @@ impl Engine {
         }
         let _lease = self.lease_logits(positions)?;
         let mut out = vec![Vec::new(); parts.len()];
-        let done = self.turn(parts, &mut out, tokens)?;
+        let done = self.turn(parts, &mut out, longest)?;
         Ok(done.into_iter().zip(out).map(|(done, logits)| done.then_some(logits)).collect())
     }
 
@@ -157,12 +158,12 @@ impl Engine {
     }
 
     /// One step, in turn with those of other threads: appends each part's logits to its place in
-    /// `out`, and tells which parts got to the end. `request_tokens` are those of the call, for the statistics.
+    /// `out`, and tells which parts got to the end. With `longest` above 1 its time counts as that of a prompt.
     fn turn(
         &self,
         parts: &mut [Part<'_>],
         out: &mut [Vec<f32>],
-        request_tokens: usize,
+        longest: usize,
     ) -> Result<Vec<bool>, Error> {
         let _turn = self.turns.wait();
         self.relief.look(&*self.experts);
@@ -193,12 +194,12 @@ impl Engine {
             }
         }
         if tokens > 0 {
-            self.paces.add(tokens, request_tokens, start.elapsed());
+            self.paces.add(tokens, longest, start.elapsed());
         }
         Ok(done)
     }
 
-    fn check_tokens(&self, session: &Session, tokens: &[u32]) -> Result<(), Error> {
+    pub(crate) fn check_tokens(&self, session: &Session, tokens: &[u32]) -> Result<(), Error> {
         if !session.belongs_to(&self.home) {
             return Err(Error::ForeignSession);
         }

@@ -1,0 +1,299 @@
+//! Many requests through one engine.
+//!
+//! One thread takes steps. Every step has a token of each session that is writing, as far as there is
+//! room, and a piece of a prompt: the trunk is read once for all of them, and so is each expert that
+//! several of them chose. What a session is given does not depend on its company, bit for bit.
+
+mod agenda;
+mod worker;
+
+use std::fmt;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use self::agenda::Agenda;
+use self::worker::{Job, Worker};
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::generate::{FinishReason, GenerateOptions};
+use crate::session::Session;
+use crate::step::Observer;
+
+/// How a scheduler shares an engine out.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SchedulerOptions {
+    /// Sessions that take part in steps; others wait. 0 means as many as the engine was opened for
+    /// ([`EngineOptions::sessions`](crate::EngineOptions::sessions)).
+    pub max_sessions: usize,
+    /// Requests that may wait; more are refused.
+    pub queue: usize,
+    /// Most tokens of a prompt in a step in which others write.
+    pub prefill_among_writers: usize,
+    /// Share of the time that prompts may take while others write, above 0 and at most 1.
+    pub prefill_share: f64,
+}
+
+impl Default for SchedulerOptions {
+    fn default() -> Self {
+        Self { max_sessions: 0, queue: 64, prefill_among_writers: 16, prefill_share: 0.5 }
+    }
+}
+
+/// A prompt and what is to become of it.
+pub struct Request {
+    /// Where it goes on; comes back with [`Event::Ended`].
+    pub session: Session,
+    /// Tokens that follow what the session has seen; at least one.
+    pub prompt: Vec<u32>,
+    /// What to generate.
+    pub options: GenerateOptions,
+    /// Higher ones go first, wherever there is not room for all.
+    pub priority: i32,
+    /// When the request ends at the latest, with what it has.
+    pub deadline: Option<Instant>,
+    /// Sees every step of it.
+    pub observer: Option<Box<dyn Observer + Send>>,
+}
+
+impl Request {
+    /// A request of ordinary priority.
+    pub fn new(session: Session, prompt: Vec<u32>, options: GenerateOptions) -> Self {
+        Self { session, prompt, options, priority: 0, deadline: None, observer: None }
+    }
+}
+
+/// What happens to a request.
+#[derive(Debug)]
+pub enum Event {
+    /// So many tokens of the prompt have been taken in.
+    Prefilled {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Of so many.
+        of: usize,
+    },
+    /// A token has been written. The session sees it when the next one is.
+    Token(u32),
+    /// Nothing comes any more.
+    Ended(Box<Ended>),
+}
+
+/// How a request ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its session, at the last whole token it has seen.
+    pub session: Session,
+    /// Why it ended.
+    pub outcome: Result<FinishReason, Error>,
+    /// What it took.
+    pub statistics: RequestStatistics,
+}
+
+/// What a request took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RequestStatistics {
+    /// Time before its first step.
+    pub queued: Duration,
+    /// From its first step to its first token.
+    pub prefill: Duration,
+    /// From its first token to its end.
+    pub decode: Duration,
+    /// Tokens of the prompt that were run.
+    pub prompt_tokens: usize,
+    /// Tokens written.
+    pub written_tokens: usize,
+    /// Steps it took part in.
+    pub steps: usize,
+}
+
+/// A request under way: an iterator over what happens to it, up to [`Event::Ended`].
+///
+/// Dropping it cancels the request.
+#[derive(Debug)]
+pub struct Answer {
+    events: Receiver<Event>,
+    cancel: Canceller,
+}
+
+/// Ends a request within one layer's time, from any thread; it keeps what has been written.
+#[derive(Clone, Debug)]
+pub struct Canceller {
+    cancel: Arc<AtomicBool>,
+    shared: Arc<Shared>,
+}
+
+/// Runs requests of many sessions through one engine. Dropping it ends them all.
+pub struct Scheduler {
+    engine: Arc<Engine>,
+    shared: Arc<Shared>,
+    queue: usize,
+    thread: Option<JoinHandle<()>>,
+}
+
+type Sink = Box<dyn FnMut(Event) -> ControlFlow<()> + Send>;
+
+#[derive(Debug, Default)]
+struct Shared {
+    inbox: Mutex<Inbox>,
+    changed: Condvar,
+    /// Whatever is under way is to end.
+    closing: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    arrived: Vec<Job>,
+    /// Requests that take part in no step yet.
+    waiting: usize,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Inbox> {
+        // Nothing that can panic happens between the steps of a change.
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Scheduler {
+    /// Starts a thread that serves requests.
+    ///
+    /// # Errors
+    /// When the options make no sense, or the system gives no thread.
+    pub fn new(engine: Arc<Engine>, options: &SchedulerOptions) -> Result<Self, Error> {
+        let max_sessions = match options.max_sessions {
+            0 => engine.plan().options.sessions,
+            n => n,
+        };
+        let agenda = Agenda::new(engine.plan().prefill_chunk, options)?;
+        let shared = Arc::new(Shared::default());
+        let worker = Worker::new(engine.clone(), shared.clone(), max_sessions, agenda);
+        let thread = std::thread::Builder::new().name("rill-steps".to_owned());
+        let thread = thread
+            .spawn(move || worker.run())
+            .map_err(|e| Error::SchedulerThread { reason: e.to_string() })?;
+        Ok(Self { engine, shared, queue: options.queue, thread: Some(thread) })
+    }
+
+    /// The engine it runs.
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// Takes a request; what happens to it is read from the result.
+    ///
+    /// # Errors
+    /// [`Error::QueueFull`], or any that [`Engine::forward`] has for the prompt itself. The session is
+    /// lost then; fork it first if it is needed still.
+    pub fn submit(&self, request: Request) -> Result<Answer, Error> {
+        let (send, events) = mpsc::channel();
+        let sink = move |event| match send.send(event) {
+            Ok(()) => ControlFlow::Continue(()),
+            // Nobody listens any more.
+            Err(_) => ControlFlow::Break(()),
+        };
+        let cancel = self.submit_with(request, sink)?;
+        Ok(Answer { events, cancel })
+    }
+
+    /// Takes a request and calls `sink` with all that happens to it, on the thread that serves
+    /// everybody: it must be quick. Breaking cancels the request, and so does a panic.
+    ///
+    /// # Errors
+    /// As for [`submit`](Self::submit).
+    pub fn submit_with(
+        &self,
+        request: Request,
+        sink: impl FnMut(Event) -> ControlFlow<()> + Send + 'static,
+    ) -> Result<Canceller, Error> {
+        self.engine.check_tokens(&request.session, &request.prompt)?;
+        let cancel = request.options.cancel.clone();
+        let job = Job::new(request, &self.engine, self.shared.clone(), Box::new(sink))?;
+        let mut inbox = self.shared.lock();
+        if self.shared.closing.load(Ordering::Relaxed) {
+            return Err(Error::SchedulerGone);
+        }
+        if inbox.waiting >= self.queue {
+            return Err(Error::QueueFull { waiting: inbox.waiting });
+        }
+        inbox.arrived.push(job);
+        inbox.waiting += 1;
+        drop(inbox);
+        self.shared.changed.notify_all();
+        Ok(Canceller { cancel, shared: self.shared.clone() })
+    }
+}
+
+impl Drop for Scheduler {
+    fn drop(&mut self) {
+        {
+            // Under the lock, so that nobody looks before and waits after.
+            let _inbox = self.shared.lock();
+            self.shared.closing.store(true, Ordering::Relaxed);
+        }
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // It has nothing to report but a panic, which has been printed.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Answer {
+    /// Ends the request early, from any thread.
+    pub fn canceller(&self) -> Canceller {
+        self.cancel.clone()
+    }
+
+    /// Waits for the end, whatever comes before it.
+    ///
+    /// # Errors
+    /// [`Error::SchedulerGone`] when the scheduler has broken down.
+    pub fn wait(self) -> Result<Ended, Error> {
+        for event in self.events.iter() {
+            if let Event::Ended(ended) = event {
+                return Ok(*ended);
+            }
+        }
+        Err(Error::SchedulerGone)
+    }
+}
+
+impl Iterator for Answer {
+    type Item = Event;
+
+    /// Waits for the next event.
+    fn next(&mut self) -> Option<Event> {
+        self.events.recv().ok()
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        self.cancel.cancel();
+    }
+}
+
+impl Canceller {
+    /// Ends the request within one layer's time.
+    pub fn cancel(&self) {
+        let _inbox = self.shared.lock();
+        self.cancel.store(true, Ordering::Relaxed);
+        self.shared.changed.notify_all();
+    }
+}
+
+impl fmt::Debug for Scheduler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scheduler").field("queue", &self.queue).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Request").field("prompt", &self.prompt).finish_non_exhaustive()
+    }
+}

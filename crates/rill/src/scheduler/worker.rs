@@ -1,0 +1,358 @@
+//! The thread that takes steps.
+
+use std::fmt;
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use super::agenda::{Agenda, Need};
+use super::{Ended, Event, Request, RequestStatistics, Shared, Sink};
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::experts::LayerIdx;
+use crate::generate::FinishReason;
+use crate::sampler::Sampler;
+use crate::session::Session;
+use crate::step::{Logits, Observer, Part};
+
+pub(super) struct Worker {
+    engine: Arc<Engine>,
+    shared: Arc<Shared>,
+    max_sessions: usize,
+    agenda: Agenda,
+    /// In the order in which they are let in.
+    waiting: Vec<Job>,
+    running: Vec<Job>,
+    step: u64,
+}
+
+/// A request and how far it has come.
+pub(super) struct Job {
+    session: Session,
+    prompt: Vec<u32>,
+    /// Tokens of the prompt that the session has seen.
+    prefilled: usize,
+    /// Written, and not seen by the session yet.
+    pending: Option<u32>,
+    sampler: Sampler,
+    stop_tokens: Vec<u32>,
+    max_tokens: usize,
+    priority: i32,
+    watch: Watch,
+    sink: Sink,
+    last_step: u64,
+    /// A step of several sessions with it failed, and it is not known whose fault that was.
+    suspect: bool,
+    submitted: Instant,
+    first_step: Option<Instant>,
+    first_token: Option<Instant>,
+    statistics: RequestStatistics,
+}
+
+/// Ends a job's part in a step, and lets the caller's observer look on.
+struct Watch {
+    cancel: Arc<AtomicBool>,
+    shared: Arc<Shared>,
+    deadline: Option<Instant>,
+    inner: Option<Box<dyn Observer + Send>>,
+}
+
+impl Worker {
+    pub(super) fn new(
+        engine: Arc<Engine>,
+        shared: Arc<Shared>,
+        max_sessions: usize,
+        agenda: Agenda,
+    ) -> Self {
+        let (waiting, running) = (Vec::new(), Vec::new());
+        Self { engine, shared, max_sessions, agenda, waiting, running, step: 0 }
+    }
+
+    /// Serves until the scheduler closes.
+    pub(super) fn run(mut self) {
+        while self.receive() {
+            self.sweep();
+            self.let_in();
+            if !self.running.is_empty() {
+                self.take_step();
+            }
+        }
+        // All of them, now that it closes.
+        self.sweep();
+    }
+
+    /// Takes in what has arrived, and waits for it where there is nothing else to do. False when the
+    /// scheduler closes.
+    fn receive(&mut self) -> bool {
+        let mut inbox = self.shared.lock();
+        let idle = self.waiting.is_empty() && self.running.is_empty();
+        while idle && inbox.arrived.is_empty() && !self.shared.closing.load(Ordering::Relaxed) {
+            inbox = self.shared.changed.wait(inbox).unwrap_or_else(|e| e.into_inner());
+        }
+        self.waiting.append(&mut inbox.arrived);
+        drop(inbox);
+        self.waiting.sort_by_key(|job| (std::cmp::Reverse(job.priority), job.submitted));
+        !self.shared.closing.load(Ordering::Relaxed)
+    }
+
+    /// Ends whatever is to end.
+    fn sweep(&mut self) {
+        let waiting = self.waiting.len();
+        for jobs in [&mut self.waiting, &mut self.running] {
+            for job in jobs.extract_if(.., |job| job.watch.reason().is_some()) {
+                let reason = job.watch.reason().unwrap_or(FinishReason::Cancelled);
+                job.end(Ok(reason));
+            }
+        }
+        self.no_longer_waiting(waiting - self.waiting.len());
+    }
+
+    /// Lets those that wait take part, as far as there is room for them.
+    fn let_in(&mut self) {
+        let before = self.waiting.len();
+        let mut at = 0;
+        while at < self.waiting.len() && self.running.len() < self.max_sessions.max(1) {
+            match self.waiting[at].session.admit() {
+                Ok(()) => self.running.push(self.waiting.remove(at)),
+                // Somebody's end will make room.
+                Err(_) if !self.running.is_empty() => at += 1,
+                Err(error) => self.waiting.remove(at).end(Err(error)),
+            }
+        }
+        self.no_longer_waiting(before - self.waiting.len());
+    }
+
+    fn no_longer_waiting(&self, jobs: usize) {
+        if jobs > 0 {
+            self.shared.lock().waiting -= jobs;
+        }
+    }
+
+    fn take_step(&mut self) {
+        self.step += 1;
+        let tokens = match self.running.iter().position(|job| job.suspect) {
+            // One after the other, so that only whose fault it is must bear it.
+            Some(suspect) => {
+                let room = self.engine.plan().prefill_chunk;
+                let mut tokens = vec![0; self.running.len()];
+                tokens[suspect] = self.running[suspect].remaining().clamp(1, room);
+                tokens
+            }
+            None => {
+                let needs: Vec<Need> = self.running.iter().map(Job::need).collect();
+                self.agenda.next(&needs)
+            }
+        };
+        let start = Instant::now();
+        let writers = self.running.iter().filter(|job| job.remaining() == 0).count();
+        let mut parts = Vec::new();
+        let (mut prompt, mut written) = (0, 0);
+        for (job, &n) in self.running.iter_mut().zip(&tokens).filter(|(_, n)| **n > 0) {
+            match job.remaining() {
+                0 => written += n,
+                _ => prompt += n,
+            }
+            job.last_step = self.step;
+            job.statistics.steps += 1;
+            job.first_step.get_or_insert(start);
+            parts.push(job.part(n));
+        }
+        let stepped = self.engine.step(&mut parts);
+        drop(parts);
+        self.agenda.took(prompt, written, writers, start.elapsed());
+        let taking_part = tokens.iter().filter(|n| **n > 0).count();
+        let mut outcomes = match stepped {
+            Ok(logits) => logits.into_iter().map(Ok).collect::<Vec<_>>().into_iter(),
+            Err(error) if taking_part == 1 => vec![Err(error)].into_iter(),
+            Err(_) => {
+                for (job, _) in self.running.iter_mut().zip(&tokens).filter(|(_, n)| **n > 0) {
+                    job.suspect = true;
+                }
+                return;
+            }
+        };
+        let mut going_on = Vec::with_capacity(self.running.len());
+        for (mut job, n) in self.running.drain(..).zip(tokens) {
+            let end = match n {
+                0 => None,
+                n => match outcomes.next().expect("one for each that took part") {
+                    Ok(Some(logits)) => job.advance(n, &logits, &self.engine),
+                    // Why it was stopped is seen before the next step.
+                    Ok(None) => Some(Ok(job.watch.reason().unwrap_or(FinishReason::Cancelled))),
+                    Err(error) => Some(Err(error)),
+                },
+            };
+            match end {
+                None => going_on.push(job),
+                Some(outcome) => job.end(outcome),
+            }
+        }
+        self.running = going_on;
+    }
+}
+
+impl Drop for Worker {
+    /// Whoever comes later is refused, and whoever came is not left waiting: also after a panic.
+    fn drop(&mut self) {
+        let mut inbox = self.shared.lock();
+        self.shared.closing.store(true, Ordering::Relaxed);
+        let arrived = std::mem::take(&mut inbox.arrived);
+        drop(inbox);
+        drop(arrived);
+    }
+}
+
+impl Job {
+    pub(super) fn new(
+        request: Request,
+        engine: &Engine,
+        shared: Arc<Shared>,
+        sink: Sink,
+    ) -> Result<Self, Error> {
+        let Request { session, prompt, options, priority, deadline, observer } = request;
+        let cancel = options.cancel;
+        Ok(Self {
+            session,
+            prompt,
+            prefilled: 0,
+            pending: None,
+            sampler: Sampler::new(options.sampling)?,
+            stop_tokens: options.stop_tokens.unwrap_or_else(|| engine.stop_tokens().to_vec()),
+            max_tokens: options.max_tokens,
+            priority,
+            watch: Watch { cancel, shared, deadline, inner: observer },
+            sink,
+            last_step: 0,
+            suspect: false,
+            submitted: Instant::now(),
+            first_step: None,
+            first_token: None,
+            statistics: RequestStatistics::default(),
+        })
+    }
+
+    /// Tokens of the prompt that are still to be run.
+    fn remaining(&self) -> usize {
+        self.prompt.len() - self.prefilled
+    }
+
+    fn need(&self) -> Need {
+        Need { prompt: self.remaining(), priority: self.priority, last_step: self.last_step }
+    }
+
+    /// Its part of a step, with the next `n` tokens.
+    fn part(&mut self, n: usize) -> Part<'_> {
+        let left = &self.prompt[self.prefilled..];
+        let (tokens, logits) = match &self.pending {
+            Some(token) if left.is_empty() => (std::slice::from_ref(token), Logits::Last),
+            _ if n == left.len() => (left, Logits::Last),
+            _ => (&left[..n], Logits::None),
+        };
+        Part { session: &mut self.session, tokens, logits, observer: &mut self.watch }
+    }
+
+    /// A step with `n` of its tokens has been taken. Returns how it ends, if it does.
+    fn advance(
+        &mut self,
+        n: usize,
+        logits: &[f32],
+        engine: &Engine,
+    ) -> Option<Result<FinishReason, Error>> {
+        self.suspect = false;
+        if self.remaining() > 0 {
+            self.prefilled += n;
+            self.statistics.prompt_tokens = self.prefilled;
+            self.tell(Event::Prefilled { tokens: self.prefilled, of: self.prompt.len() });
+        }
+        if self.remaining() > 0 {
+            return None;
+        }
+        self.pending = None;
+        if self.statistics.written_tokens == self.max_tokens {
+            return Some(Ok(FinishReason::Length));
+        }
+        let token = self.sampler.sample(logits);
+        if self.stop_tokens.contains(&token) {
+            return Some(Ok(FinishReason::Stop));
+        }
+        self.first_token.get_or_insert_with(Instant::now);
+        self.pending = Some(token);
+        self.statistics.written_tokens += 1;
+        self.tell(Event::Token(token));
+        if self.statistics.written_tokens == self.max_tokens {
+            return Some(Ok(FinishReason::Length));
+        }
+        let full = self.session.position() == engine.plan().options.context;
+        full.then_some(Ok(FinishReason::ContextFull))
+    }
+
+    /// Tells its owner, and cancels it if nobody is there any more.
+    fn tell(&mut self, event: Event) {
+        // A sink is the caller's code: what it breaks is its own request.
+        let told = catch_unwind(AssertUnwindSafe(|| (self.sink)(event)));
+        if !matches!(told, Ok(ControlFlow::Continue(()))) {
+            self.watch.cancel.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn end(mut self, outcome: Result<FinishReason, Error>) {
+        let now = Instant::now();
+        let first_step = self.first_step.unwrap_or(now);
+        let first_token = self.first_token.unwrap_or(now);
+        self.statistics.queued = first_step - self.submitted;
+        self.statistics.prefill = first_token - first_step;
+        self.statistics.decode = now - first_token;
+        let Self { session, statistics, mut sink, .. } = self;
+        let ended = Box::new(Ended { session, outcome, statistics });
+        let _ = catch_unwind(AssertUnwindSafe(|| sink(Event::Ended(ended))));
+    }
+}
+
+impl Watch {
+    /// Why the job is to end before its time, if it is.
+    fn reason(&self) -> Option<FinishReason> {
+        if self.cancel.load(Ordering::Relaxed) || self.shared.closing.load(Ordering::Relaxed) {
+            return Some(FinishReason::Cancelled);
+        }
+        let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        late.then_some(FinishReason::Deadline)
+    }
+}
+
+impl Observer for Watch {
+    fn after_layer(&mut self, layer: LayerIdx, hidden: &mut [f32]) -> ControlFlow<()> {
+        if self.reason().is_some() {
+            return ControlFlow::Break(());
+        }
+        match &mut self.inner {
+            Some(inner) => inner.after_layer(layer, hidden),
+            None => ControlFlow::Continue(()),
+        }
+    }
+
+    fn choose(&mut self, layer: LayerIdx, ids: &mut [u32]) {
+        if let Some(inner) = &mut self.inner {
+            inner.choose(layer, ids);
+        }
+    }
+
+    fn routed(&mut self, layer: LayerIdx, ids: &[u32], weights: &[f32]) {
+        if let Some(inner) = &mut self.inner {
+            inner.routed(layer, ids, weights);
+        }
+    }
+
+    fn normed(&mut self, hidden: &[f32]) {
+        if let Some(inner) = &mut self.inner {
+            inner.normed(hidden);
+        }
+    }
+}
+
+impl fmt::Debug for Job {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Job").field("position", &self.session.position()).finish_non_exhaustive()
+    }
+}

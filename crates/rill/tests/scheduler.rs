@@ -1,0 +1,364 @@
+//! Requests that share an engine: each gets what it gets alone, and none waits for ever.
+
+mod common;
+
+use std::ops::ControlFlow;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use common::{floor_bytes, k3_tiny, kimi_linear_tiny, within_a_minute};
+use proptest::prelude::*;
+use rill::{
+    CachePolicy, Ended, Engine, EngineOptions, Error, Event, FinishReason, Folder, GenerateOptions,
+    LayerIdx, Observer, Request, Sampling, Scheduler, SchedulerOptions, Session,
+};
+
+const CONTEXT: usize = 64;
+
+/// For so many sessions, with no more memory than they and a step take.
+fn open(folder: Folder, sessions: usize) -> Arc<Engine> {
+    let options = EngineOptions {
+        context: CONTEXT,
+        sessions,
+        threads: 2,
+        cache: CachePolicy::Lru,
+        ..EngineOptions::default()
+    };
+    // Something over the floor, so that a step has room for more than a token.
+    let budget_bytes = floor_bytes(&folder, &options) + (8 << 20);
+    let options = EngineOptions { budget_bytes, ..options };
+    Arc::new(Engine::open(folder, &options).expect("it opens"))
+}
+
+fn scheduler(engine: &Arc<Engine>, options: SchedulerOptions) -> Scheduler {
+    Scheduler::new(engine.clone(), &options).expect("it starts")
+}
+
+fn options(max_tokens: usize, seed: u64) -> GenerateOptions {
+    GenerateOptions {
+        max_tokens,
+        sampling: Sampling { temperature: 1.0, seed, ..Sampling::default() },
+        stop_tokens: Some(Vec::new()),
+        ..GenerateOptions::default()
+    }
+}
+
+fn prompt(n: usize, seed: u64) -> Vec<u32> {
+    (0..n as u64).map(|i| ((seed + 1) * (i + 3) * 7919 % 509) as u32).collect()
+}
+
+/// What is left of a request when it has ended; its session has been given back.
+#[derive(Debug)]
+struct Done {
+    written: Vec<u32>,
+    outcome: Result<FinishReason, Error>,
+    state: State,
+}
+
+/// What a session has seen and remembers.
+#[derive(Debug, PartialEq)]
+struct State {
+    tokens: Vec<u32>,
+    kda: Vec<Option<Vec<u32>>>,
+}
+
+impl State {
+    fn of(session: &Session) -> Self {
+        let bits = |state: &[f32]| state.iter().map(|value| value.to_bits()).collect();
+        let kda = (0..8).map(|layer| session.kda_state(layer).map(bits)).collect();
+        Self { tokens: session.tokens().to_vec(), kda }
+    }
+}
+
+/// Hands a request in and calls `at_token` with the number of tokens written, after each and before
+/// the first; breaking cancels.
+fn submit(
+    scheduler: &Scheduler,
+    request: Request,
+    mut at_token: impl FnMut(usize) -> ControlFlow<()> + Send + 'static,
+) -> Result<mpsc::Receiver<Done>, Error> {
+    let (done, wait) = mpsc::channel();
+    let mut written = Vec::new();
+    scheduler.submit_with(request, move |event| {
+        match event {
+            Event::Token(token) => written.push(token),
+            Event::Ended(ended) => {
+                let Ended { session, outcome, .. } = *ended;
+                let (written, state) = (std::mem::take(&mut written), State::of(&session));
+                drop(session);
+                let _ = done.send(Done { written, outcome, state });
+                return ControlFlow::Continue(());
+            }
+            _ => {}
+        }
+        at_token(written.len())
+    })?;
+    Ok(wait)
+}
+
+fn alone(engine: &Engine, mut session: Session, prompt: &[u32], options: GenerateOptions) -> Done {
+    let mut answer = engine.generate(&mut session, prompt, options).expect("it runs");
+    let written = answer.by_ref().collect::<Result<_, _>>().expect("it runs");
+    let outcome = Ok(answer.finish_reason().expect("it has ended"));
+    Done { written, outcome, state: State::of(&session) }
+}
+
+/// A request as the property test makes them up.
+#[derive(Clone, Debug)]
+struct Made {
+    prompt: usize,
+    max_tokens: usize,
+    seed: u64,
+    priority: i32,
+    /// Cancelled after so many tokens.
+    cancel_after: Option<usize>,
+    /// Goes on from a fork of the first request's session instead of from nothing.
+    forked: bool,
+    /// Waits so many tokens of the request before it until it comes.
+    arrives_after: usize,
+}
+
+fn made() -> impl Strategy<Value = Made> {
+    let cancel_after = prop::option::weighted(0.25, 0usize..6);
+    (1usize..20, 0usize..10, any::<u64>(), -1i32..2, cancel_after, any::<bool>(), 0usize..4)
+        .prop_map(|(prompt, max_tokens, seed, priority, cancel_after, forked, arrives_after)| {
+            let seed = seed % 1000;
+            Made { prompt, max_tokens, seed, priority, cancel_after, forked, arrives_after }
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(10))]
+
+    #[test]
+    fn requests_that_come_and_go_as_they_like_get_the_bits_they_get_alone(
+        requests in prop::collection::vec(made(), 1..16),
+        room in 1usize..5,
+        k3 in any::<bool>(),
+    ) {
+        let folder = if k3 { k3_tiny() } else { kimi_linear_tiny() };
+        // Forks take their room at once. For the others there is less than they need together, so some
+        // wait until others have ended.
+        let forked = requests.iter().filter(|made| made.forked).count();
+        let engine = open(folder, 1 + forked + room);
+        let mut trunk = engine.new_session();
+        engine.forward(&mut trunk, &prompt(5, 77), rill::Logits::None).expect("it runs");
+        let start = |made: &Made| match made.forked {
+            true => trunk.fork().expect("there is room"),
+            false => engine.new_session(),
+        };
+        let of = |made: &Made| {
+            (prompt(made.prompt, made.seed), options(made.max_tokens, made.seed))
+        };
+        let expected = requests.iter().map(|made| {
+            let (prompt, options) = of(made);
+            alone(&engine, start(made), &prompt, options)
+        });
+        let expected: Vec<Done> = expected.collect();
+
+        let options = SchedulerOptions { max_sessions: 99, queue: 99, ..Default::default() };
+        let shared = scheduler(&engine, options);
+        let mut waits = Vec::new();
+        let mut before: Option<mpsc::Receiver<()>> = None;
+        for made in &requests {
+            if let Some(before) = before {
+                // Ends too, when the one before does.
+                before.iter().take(made.arrives_after).for_each(drop);
+            }
+            let (prompt, options) = of(made);
+            let mut request = Request::new(start(made), prompt, options);
+            request.priority = made.priority;
+            let (counter, count) = mpsc::channel();
+            before = Some(count);
+            let cancel_after = made.cancel_after;
+            let wait = submit(&shared, request, move |written| {
+                let _ = counter.send(());
+                match cancel_after.is_some_and(|n| written >= n) {
+                    true => ControlFlow::Break(()),
+                    false => ControlFlow::Continue(()),
+                }
+            });
+            waits.push(wait.expect("it is taken"));
+        }
+        for ((made, expected), wait) in requests.iter().zip(&expected).zip(waits) {
+            let done = wait.recv().expect("it ends");
+            match done.outcome.expect("it runs") {
+                FinishReason::Cancelled => {
+                    prop_assert!(made.cancel_after.is_some());
+                    prop_assert!(expected.written.starts_with(&done.written));
+                    prop_assert!(expected.state.tokens.starts_with(&done.state.tokens));
+                }
+                FinishReason::Length => {
+                    prop_assert_eq!(&done.written, &expected.written);
+                    prop_assert_eq!(&done.state, &expected.state);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        drop(shared);
+        prop_assert!(engine.ledger().peak_bytes() <= engine.plan().options.budget_bytes);
+    }
+}
+
+#[test]
+fn writers_go_on_while_a_long_prompt_is_taken_in() {
+    within_a_minute(|| {
+        let engine = open(k3_tiny(), 2);
+        // Without time for the writer alone, so that no clock has a say.
+        let shared =
+            scheduler(&engine, SchedulerOptions { prefill_share: 1.0, ..Default::default() });
+        let (started, wait) = mpsc::channel();
+        let request = Request::new(engine.new_session(), prompt(3, 1), options(40, 1));
+        let writer = submit(&shared, request, move |written| {
+            let _ = started.send(written);
+            ControlFlow::Continue(())
+        })
+        .expect("it is taken");
+        assert_eq!(wait.recv(), Ok(0));
+        let request = Request::new(engine.new_session(), prompt(60, 2), options(1, 2));
+        let mut answer = shared.submit(request).expect("it is taken");
+        let pieces = answer.by_ref().take_while(|event| matches!(event, Event::Prefilled { .. }));
+        assert!(pieces.count() >= 4, "sixteen tokens at a time");
+        // All that was written by then, of one token a step.
+        let written = wait.try_iter().last().unwrap_or(0);
+        assert!(written >= 3, "{written} tokens beside the prompt");
+        drop(answer);
+        assert_eq!(writer.recv().expect("it ends").written.len(), 40);
+    });
+}
+
+#[test]
+fn a_request_without_room_waits_for_another_to_end_and_is_refused_if_none_can() {
+    within_a_minute(|| {
+        let engine = open(k3_tiny(), 1);
+        let options_shared = SchedulerOptions { max_sessions: 2, ..Default::default() };
+        let shared = scheduler(&engine, options_shared);
+        let fill = engine.ledger().lease("the rest", {
+            let session: u64 = engine.plan().session_bytes();
+            engine.ledger().free_bytes() - session
+        });
+        let fill = fill.expect("that much is free");
+        let requests = [1, 2].map(|seed| {
+            let request = Request::new(engine.new_session(), prompt(3, seed), options(5, seed));
+            submit(&shared, request, |_| ControlFlow::Continue(())).expect("it is taken")
+        });
+        for request in requests {
+            assert!(matches!(request.recv().expect("it ends").outcome, Ok(FinishReason::Length)));
+        }
+        // An idle session holds what there is.
+        let mut idle = engine.new_session();
+        engine.forward(&mut idle, &[1], rill::Logits::None).expect("there is room for one");
+        let request = Request::new(engine.new_session(), prompt(3, 3), options(5, 3));
+        let refused = submit(&shared, request, |_| ControlFlow::Continue(())).expect("it is taken");
+        match refused.recv().expect("it ends").outcome {
+            Err(Error::OverBudget(over)) => assert!(over.asked_bytes > 0),
+            other => panic!("{other:?}"),
+        }
+        drop(fill);
+    });
+}
+
+/// Cancels a request when it reaches a layer, and notes how far it came.
+struct CancelAt {
+    layer: usize,
+    cancel: Arc<std::sync::atomic::AtomicBool>,
+    last: Arc<std::sync::atomic::AtomicUsize>,
+}
+
+impl Observer for CancelAt {
+    fn after_layer(&mut self, layer: LayerIdx, _hidden: &mut [f32]) -> ControlFlow<()> {
+        self.last.store(layer.0, std::sync::atomic::Ordering::SeqCst);
+        if layer.0 == self.layer {
+            self.cancel.store(true, std::sync::atomic::Ordering::SeqCst);
+        }
+        ControlFlow::Continue(())
+    }
+}
+
+#[test]
+fn cancelling_takes_effect_within_a_layer_and_leaves_the_session_at_a_whole_token() {
+    within_a_minute(|| {
+        let engine = open(k3_tiny(), 2);
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        let options = options(5, 1);
+        let last = Arc::default();
+        let observer =
+            CancelAt { layer: 1, cancel: options.cancel.clone(), last: Arc::clone(&last) };
+        let mut request = Request::new(engine.new_session(), prompt(3, 1), options);
+        request.observer = Some(Box::new(observer));
+        let done = submit(&shared, request, |_| ControlFlow::Continue(())).expect("it is taken");
+        let done = done.recv().expect("it ends");
+        assert!(matches!(done.outcome, Ok(FinishReason::Cancelled)));
+        assert_eq!(last.load(std::sync::atomic::Ordering::SeqCst), 1, "no layer saw it after that");
+        assert!(done.state.tokens.is_empty(), "it had seen no whole piece");
+    });
+}
+
+#[test]
+fn a_request_ends_at_its_deadline_with_what_it_has() {
+    within_a_minute(|| {
+        let engine = open(k3_tiny(), 2);
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        let mut request = Request::new(engine.new_session(), prompt(3, 1), options(50, 1));
+        request.deadline = Some(Instant::now() + Duration::from_secs(3600));
+        let far = submit(&shared, request, |_| ControlFlow::Continue(())).expect("it is taken");
+        let mut request = Request::new(engine.new_session(), prompt(3, 2), options(50, 1));
+        request.deadline = Some(Instant::now());
+        let near = submit(&shared, request, |_| ControlFlow::Continue(())).expect("it is taken");
+        let near = near.recv().expect("it ends");
+        assert!(matches!(near.outcome, Ok(FinishReason::Deadline)), "{near:?}");
+        assert!(near.written.len() < 50);
+        let far = far.recv().expect("it ends");
+        assert!(matches!(far.outcome, Ok(FinishReason::Length)));
+    });
+}
+
+#[test]
+fn a_full_queue_refuses_and_a_closing_scheduler_ends_what_it_has() {
+    within_a_minute(|| {
+        let engine = open(k3_tiny(), 1);
+        let options_shared = SchedulerOptions { queue: 2, ..Default::default() };
+        let shared = scheduler(&engine, options_shared);
+        // Holds the thread up until it is let go.
+        let (go, gate) = mpsc::channel::<()>();
+        let (entered, inside) = mpsc::channel();
+        let request = Request::new(engine.new_session(), prompt(3, 1), options(50, 1));
+        let held = submit(&shared, request, move |_| {
+            let _ = entered.send(());
+            let _ = gate.recv();
+            ControlFlow::Continue(())
+        });
+        inside.recv().expect("it has begun");
+        let request = || Request::new(engine.new_session(), prompt(3, 2), options(50, 2));
+        let submit = || submit(&shared, request(), |_| ControlFlow::Continue(()));
+        let waiting = [submit().expect("there is room"), submit().expect("there is room")];
+        match submit() {
+            Err(Error::QueueFull { waiting: 2 }) => {}
+            other => panic!("{other:?}"),
+        }
+        drop(go);
+        drop(shared);
+        for wait in waiting.into_iter().chain([held.expect("it was taken")]) {
+            let done = wait.recv().expect("it is told");
+            assert!(matches!(done.outcome, Ok(FinishReason::Cancelled | FinishReason::Length)));
+        }
+    });
+}
+
+#[test]
+fn a_sink_that_panics_ends_its_own_request_and_no_other() {
+    within_a_minute(|| {
+        let engine = open(k3_tiny(), 2);
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        let request = |seed| Request::new(engine.new_session(), prompt(3, seed), options(9, seed));
+        let bad = submit(&shared, request(1), |written| {
+            assert!(written < 2, "this is what the test is about");
+            ControlFlow::Continue(())
+        });
+        let good = submit(&shared, request(2), |_| ControlFlow::Continue(())).expect("it is taken");
+        assert_eq!(good.recv().expect("it ends").written.len(), 9);
+        let bad = bad.expect("it is taken").recv().expect("it ends");
+        assert!(matches!(bad.outcome, Ok(FinishReason::Cancelled)));
+        assert_eq!(bad.written.len(), 2);
+    });
+}
