@@ -57,6 +57,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
             "tensors": about.tensors,
             "bound_tensors": summary.bound_tensors,
             "payload_bytes": about.payload_bytes,
+            "payload_estimated_from_records": about.headers_read,
             "file_bytes": about.file_bytes,
             "trunk_formats": formats(trunk_formats),
             "expert_formats": formats(expert_formats),
@@ -104,7 +105,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
          experts        {} per layer, {} used and {} shared, {experts}, stored as {expert_format}\n\
          parameters     {} in all, {} used per token\n\
          {stored}\n\
-         formats        trunk {}; experts {}\n\
+         formats        trunk {}; experts {}{}\n\
          in memory      {} of weights, {} per session before its first token\n\
          per token      {} of experts read\n",
         config.layers.len(),
@@ -118,6 +119,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<Outcome> {
         count(about.active_parameters),
         shares(trunk_formats),
         shares(expert_formats),
+        about.headers_read.map_or_else(String::new, |n| format!(", by the headers of {n} records")),
         bytes(summary.trunk_bytes),
         bytes(summary.session_bytes),
         bytes(about.expert_bytes_per_token),

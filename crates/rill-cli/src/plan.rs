@@ -65,10 +65,7 @@ fn sizes(args: &PlanArgs) -> Result<(String, Sizes)> {
             ExpertCodec::Trellis { rate } => {
                 Recode::Trellis { rate: rate.into(), width: TRELLIS_WIDTH as usize }
             }
-            ExpertCodec::Mxfp4z => crate::prompt::usage(
-                "how large mxfp4z experts get is known when they are made; plan with --experts source, \
-                 which they stay below",
-            ),
+            ExpertCodec::Mxfp4z => Recode::Mxfp4z,
         };
         let trunk = match args.trunk {
             TrunkCodec::Source => Recode::Source,
@@ -119,6 +116,8 @@ fn facts(name: &str, fits: bool, plan: &Plan) -> serde_json::Value {
         "ring_slot_bytes": plan.ring_slot_bytes,
         "expert_slots": plan.expert_slots,
         "record_bytes": plan.record_bytes,
+        "mean_record_bytes": plan.mean_record_bytes,
+        "estimated": plan.estimated,
         "n_records": plan.n_records,
         "prefill_chunk": plan.prefill_chunk,
         "working_set_bytes": plan.working_set_bytes,

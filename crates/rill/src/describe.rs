@@ -33,6 +33,8 @@ pub struct Description {
     pub files: usize,
     /// Bytes of weights, scales included.
     pub payload_bytes: u64,
+    /// Where records differ in size and are many: the experts' bytes are estimated from the headers of so many.
+    pub headers_read: Option<u64>,
     /// Bytes of the files that hold them, as far as they hold weights and padding.
     pub file_bytes: u64,
     /// Bytes of routed experts that one token reads.
@@ -70,7 +72,7 @@ pub fn describe(folder: Folder) -> Result<Description, Error> {
     let source = source::open(folder)?;
     let config = config_of(&*source)?;
     let bound = weights::check(&*source, &config)?;
-    let stored = source.stored_experts(&config);
+    let stored = source.stored_experts(&config)?;
     let mut formats = [BTreeMap::new(), stored.formats.clone()];
     let (mut elsewhere, mut tensors) = (0, 0);
     for name in source.names() {
@@ -109,6 +111,7 @@ pub fn describe(folder: Folder) -> Result<Description, Error> {
         tensors,
         files: stored.files,
         payload_bytes: trunk.bytes + experts.bytes,
+        headers_read: stored.headers_read,
         file_bytes: stored.trunk_file_bytes.unwrap_or(trunk.bytes) + stored.expert_file_bytes,
         expert_bytes_per_token: chosen(stored.expert_file_bytes),
         formats,
@@ -125,6 +128,8 @@ pub(crate) struct StoredExperts {
     /// Padding included; `None` where there is none.
     pub(crate) trunk_file_bytes: Option<u64>,
     pub(crate) files: usize,
+    /// Records from which the bytes of all are estimated; `None` where they are known.
+    pub(crate) headers_read: Option<u64>,
 }
 
 impl StoredExperts {

@@ -153,8 +153,12 @@ pub struct Plan {
     pub ring_slot_bytes: u64,
     /// Slots for routed experts.
     pub expert_slots: u64,
-    /// Bytes of one of them.
+    /// Bytes of one of them: of the largest expert.
     pub record_bytes: u64,
+    /// Bytes of an expert on average, which is what reads are counted with.
+    pub mean_record_bytes: u64,
+    /// Whether sizes of experts are estimated.
+    pub estimated: bool,
     /// Routed experts in all.
     pub n_records: u64,
     /// Tokens of a prompt that pass through a layer together.
@@ -302,7 +306,16 @@ impl Plan {
             format!("{} tokens of context", self.options.context),
             format!("prompts in pieces of {} tokens", self.prefill_chunk),
             "images are not read yet".to_owned(),
-            format!("{} of {}, {share:.1} % of all", self.expert_slots, size(self.record_bytes)),
+            format!(
+                "{} of {}{}, {share:.1} % of all",
+                self.expert_slots,
+                size(self.record_bytes),
+                match () {
+                    () if self.estimated => ", estimated",
+                    () if self.mean_record_bytes < self.record_bytes => ", the largest expert",
+                    () => "",
+                }
+            ),
         ]
     }
 }
@@ -325,7 +338,9 @@ impl fmt::Display for Plan {
         line("trunk read", self.trunk_read_bytes, "for every token")?;
         let hits = format!("for every token, expecting {:.0} % in slots", 100.0 * self.hit_share());
         line("experts read", self.expert_read_bytes, &hits)?;
-        line("disk", self.disk_bytes, "the model's files")
+        let files =
+            if self.estimated { "the model's files, estimated" } else { "the model's files" };
+        line("disk", self.disk_bytes, files)
     }
 }
 
@@ -491,6 +506,8 @@ impl<'a> Planner<'a> {
             ring_slot_bytes: placement.ring_slot_bytes,
             expert_slots: slots,
             record_bytes: sizes.record_bytes,
+            mean_record_bytes: sizes.mean_record_bytes,
+            estimated: sizes.estimated,
             n_records: sizes.n_records(),
             prefill_chunk: piece.max(1) as usize,
             floor_bytes: self.floor_bytes,

@@ -75,7 +75,7 @@ pub(crate) trait WeightSource: Send + Sync + fmt::Debug {
     }
 
     /// How the routed experts are stored, and in how many files everything is.
-    fn stored_experts(&self, config: &ModelConfig) -> StoredExperts;
+    fn stored_experts(&self, config: &ModelConfig) -> Result<StoredExperts, Error>;
 
     /// What its way of storing things takes, of headers that were checked.
     fn footprint(&self, config: &ModelConfig) -> Footprint;
@@ -324,7 +324,7 @@ impl WeightSource for Checkpoint {
         decode_row(name, form, cols as usize, &bytes, &[])
     }
 
-    fn stored_experts(&self, config: &ModelConfig) -> StoredExperts {
+    fn stored_experts(&self, config: &ModelConfig) -> Result<StoredExperts, Error> {
         let mut stored = StoredExperts { files: self.shards().count(), ..Default::default() };
         let format = match config.moe.expert_format {
             ExpertFormat::Bf16 => "bf16",
@@ -340,13 +340,15 @@ impl WeightSource for Checkpoint {
             stored.add(format, weights, info.bytes);
             stored.expert_file_bytes += info.bytes;
         }
-        stored
+        Ok(stored)
     }
 
     fn footprint(&self, config: &ModelConfig) -> Footprint {
         let (tensors, bytes) = self.iter().fold((0, 0), |(n, sum), t| (n + 1, sum + t.bytes));
+        let record_bytes = plan::checkpoint_record_bytes(config);
         Footprint {
-            record_bytes: plan::checkpoint_record_bytes(config),
+            record_bytes,
+            mean_record_bytes: record_bytes,
             run_bytes: Vec::new(),
             index_bytes: tensors * plan::INDEX_BYTES_PER_TENSOR,
             disk_bytes: bytes,
@@ -439,34 +441,42 @@ impl WeightSource for Container {
         Some(self.manifest().fingerprint.clone())
     }
 
-    fn stored_experts(&self, _config: &ModelConfig) -> StoredExperts {
+    fn stored_experts(&self, _config: &ModelConfig) -> Result<StoredExperts, Error> {
         let mut stored = StoredExperts {
             trunk_file_bytes: Some(self.manifest().trunk.bytes),
             files: 1 + self.bank_list().iter().map(|bank| bank.stripes.len()).sum::<usize>(),
             ..Default::default()
         };
-        let Some(layout) = self.layout() else { return stored };
-        let n: u64 = self.bank_list().iter().map(|bank| u64::from(bank.experts)).sum();
-        stored.expert_file_bytes = self.bank_list().iter().flat_map(|bank| bank.file_bytes()).sum();
-        let weights: u64 = layout.matrices.iter().map(|m| m.rows * m.cols).sum();
-        for m in &layout.matrices {
-            let bytes = match layout.varies() {
-                false => m.code_bytes + m.scale_bytes,
-                // Of an expert on average, padding and all: only records themselves know better.
-                true => {
-                    let all = u128::from(stored.expert_file_bytes) * u128::from(m.rows * m.cols);
-                    (all / u128::from(n * weights).max(1)) as u64
-                }
-            };
-            stored.add(m.codec.name.as_str(), n * m.rows * m.cols, n * bytes);
+        let Some(layout) = self.layout() else { return Ok(stored) };
+        let n = n_records(self);
+        stored.expert_file_bytes = expert_file_bytes(self);
+        // Only a record itself knows how much of it is padding.
+        let mut known = vec![layout.clone()];
+        if layout.varies() {
+            let places = self
+                .bank_list()
+                .iter()
+                .flat_map(|bank| (0..bank.experts).map(move |expert| (bank.layer, expert)));
+            let step = n.div_ceil(HEADERS).max(1);
+            known = places
+                .step_by(step as usize)
+                .map(|(layer, expert)| self.read_layout(layer, expert))
+                .collect::<Result<_, _>>()?;
+            stored.headers_read = (step > 1).then_some(known.len() as u64);
         }
-        stored
+        for (i, m) in layout.matrices.iter().enumerate() {
+            let of_matrix = known.iter().map(|own| &own.matrices[i]);
+            let bytes: u64 = of_matrix.map(|m| m.code_bytes + m.scale_bytes).sum();
+            let all = u128::from(bytes) * u128::from(n) / known.len().max(1) as u128;
+            stored.add(m.codec.name.as_str(), n * m.rows * m.cols, all as u64);
+        }
+        Ok(stored)
     }
 
     fn footprint(&self, config: &ModelConfig) -> Footprint {
         let run = |layer| layer_run(self, layer).map_or(0, |run| run.bytes);
         let small: u64 = self.manifest().files.iter().map(|file| file.bytes).sum();
-        let experts = self.stored_experts(config).expert_file_bytes;
+        let experts = expert_file_bytes(self);
         // A place and a size of each record, and where its parts begin.
         let records =
             self.bank_list().iter().filter_map(|bank| Some((bank, bank.records.as_ref()?)));
@@ -474,6 +484,7 @@ impl WeightSource for Container {
             records.map(|(bank, r)| (r.len() * (16 + 8 * bank.stripes.len())) as u64).sum();
         Footprint {
             record_bytes: self.layout().map_or(0, |layout| layout.record_bytes as u64),
+            mean_record_bytes: experts.div_ceil(n_records(self).max(1)),
             run_bytes: (0..config.layers.len()).map(run).collect(),
             index_bytes,
             disk_bytes: self.manifest().trunk.bytes + experts + small,
@@ -562,8 +573,8 @@ impl WeightSource for Waste {
         decode_row(name, form, cols, &data.codes, &data.scales)
     }
 
-    fn stored_experts(&self, config: &ModelConfig) -> StoredExperts {
-        experts::stored_in_waste(self, config)
+    fn stored_experts(&self, config: &ModelConfig) -> Result<StoredExperts, Error> {
+        Ok(experts::stored_in_waste(self, config))
     }
 
     fn footprint(&self, _config: &ModelConfig) -> Footprint {
@@ -571,8 +582,10 @@ impl WeightSource for Waste {
         let format = self.expert_format();
         // Entries of eight weights as f32; the engine keeps its own copy beside the container's.
         let tables = (3 * self.layers().len() * format.stages * format.entries * 8 * 4) as u64;
+        let record_bytes = plan::widened(record.unwrap_or(0));
         Footprint {
-            record_bytes: plan::widened(record.unwrap_or(0)),
+            record_bytes,
+            mean_record_bytes: record_bytes,
             run_bytes: Vec::new(),
             index_bytes: 2 * tables,
             disk_bytes: self.payload_bytes(),
@@ -615,6 +628,18 @@ pub(crate) fn identity(source: &dyn WeightSource) -> String {
 pub(crate) fn codec(codec: container::Codec) -> Result<Codec, LayoutError> {
     let container::Codec { name, group, rate, width } = codec;
     Codec::stored(name.as_str(), group as usize, rate as usize, width as usize)
+}
+
+/// Headers that are read at most to know how large the parts of records are: some tenths of a second.
+const HEADERS: u64 = 1024;
+
+fn n_records(container: &Container) -> u64 {
+    container.bank_list().iter().map(|bank| u64::from(bank.experts)).sum()
+}
+
+/// Padding and headers included.
+fn expert_file_bytes(container: &Container) -> u64 {
+    container.bank_list().iter().flat_map(|bank| bank.file_bytes()).sum()
 }
 
 /// The run that holds a layer.

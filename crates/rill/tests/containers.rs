@@ -9,6 +9,7 @@ use common::{assert_same_bits, convert, convert_over, reference, repository};
 use rill::reference::{Feed, Reference, compare};
 use rill::{Engine, EngineOptions, Error, Folder, Logits};
 use rill_convert::{ExpertCodec, TrunkCodec};
+use rill_format::container::Container;
 
 fn open(folder: &Path) -> Engine {
     let folder = Folder::Disk(folder.to_owned());
@@ -81,6 +82,38 @@ fn floor_gives_the_same_bits(folder: &Path, ids: &[u32]) {
         last = engine.forward(&mut session, &[id], Logits::Last).expect("it runs");
     }
     assert_same_bits("token by token", &last, &expected[expected.len() - last.len()..]);
+}
+
+#[test]
+fn entropy_coded_experts_are_described_without_their_padding() {
+    let dir = convert("models/k3-nano", ExpertCodec::Mxfp4z, TrunkCodec::Source);
+    let folder = || Folder::Disk(dir.path().to_owned());
+    let about = rill::describe(folder()).expect("its headers are right");
+    let container = Container::open(dir.path().to_owned()).expect("it is whole");
+    let (mut code_bytes, mut file_bytes) = (0, 0);
+    for bank in container.bank_list() {
+        for expert in 0..bank.experts {
+            let mut record = vec![0; container.record_bytes(bank.layer, expert)];
+            container.read_record(bank.layer, expert, true, &mut record).expect("it is whole");
+            let own = container.record_layout(bank.layer, expert, &record).expect("it is whole");
+            code_bytes += own.matrices.iter().map(|m| m.code_bytes).sum::<u64>();
+            file_bytes += record.len() as u64;
+        }
+    }
+    let [trunk, experts] = &about.formats;
+    assert_eq!((experts["mxfp4z"].bytes, about.headers_read), (code_bytes, None));
+    let trunk: u64 = trunk.values().map(|share| share.bytes).sum();
+    assert_eq!(about.payload_bytes, trunk + code_bytes);
+    assert_eq!(about.file_bytes, container.manifest().trunk.bytes + file_bytes);
+    assert!(code_bytes < file_bytes);
+    // A header that lies is named.
+    let bank = &container.bank_list()[0];
+    let path = dir.path().join(&bank.stripes[0].file);
+    let mut bytes = std::fs::read(&path).expect("it is there");
+    bytes[45] ^= 1;
+    std::fs::write(&path, bytes).expect("it can be written");
+    let error = rill::describe(folder()).expect_err("its header lies").to_string();
+    assert!(error.contains("header of layer") && error.contains("experts-"), "{error}");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use rill::plan::{Plan, PlanOptions, Recode, Sizes};
 use rill::{Error, Folder};
 use rill_convert::{ExpertCodec, Synth, SynthFormat, SynthModel, SynthOptions, TrunkCodec};
+use rill_format::container::Container;
 
 fn of_config(model: SynthModel, experts: Recode, trunk: Recode) -> Sizes {
     let sizes = Sizes::of_config(model.config(), "config.json".to_owned(), experts, trunk);
@@ -57,6 +58,37 @@ fn sizes_from_a_configuration_are_those_of_the_container_made_from_it() {
             assert!((planned / made - 1.0).abs() < 0.004, "{model:?} {recode:?}: {planned} {made}");
         }
     }
+}
+
+#[test]
+fn entropy_coded_experts_are_estimated_from_a_configuration_and_averaged_in_a_container() {
+    // 3.62 bits of 33,030,144 weights, 128 bytes and up to 16 KiB.
+    let sizes = of_config(SynthModel::KimiK3, Recode::Mxfp4z, Recode::Q4);
+    assert!(sizes.estimated && sizes.mean_record_bytes == sizes.record_bytes);
+    assert!((14_946_268..14_963_000).contains(&sizes.record_bytes), "{}", sizes.record_bytes);
+    let plan = Plan::new(&sizes, options(16_000_000_000, 4096)).unwrap();
+    assert!(plan.to_string().contains("MB, estimated, "), "{plan}");
+    // Nothing becomes mxfp4z that is not mxfp4.
+    let linear = of_config(SynthModel::KimiLinear48b, Recode::Mxfp4z, Recode::Q4);
+    assert_eq!(linear, of_config(SynthModel::KimiLinear48b, Recode::Source, Recode::Q4));
+
+    // A container of records that differ: slots are as large as the largest, reads as the mean.
+    let uneven = tempfile::tempdir().unwrap();
+    rill_testkit::write_uneven_experts(uneven.path(), &common::repository("fixtures/k3-tiny"), 2)
+        .unwrap();
+    let path = uneven.path().to_str().unwrap();
+    let out = common::convert(path, ExpertCodec::Mxfp4z, TrunkCodec::Source);
+    let sizes = Sizes::of_folder(Folder::Disk(out.path().to_owned())).unwrap();
+    let container = Container::open(out.path().to_owned()).unwrap();
+    let banks: u64 = container.bank_list().iter().flat_map(|bank| bank.file_bytes()).sum();
+    assert_eq!(sizes.mean_record_bytes, banks.div_ceil(sizes.n_records()));
+    assert!(!sizes.estimated && sizes.mean_record_bytes < sizes.record_bytes, "{sizes:?}");
+    let plan = Plan::new(&sizes, options(floor(&sizes, options(0, 16)), 16)).unwrap();
+    assert_eq!(plan.shares.slots, plan.expert_slots * sizes.record_bytes);
+    let uses = (sizes.moe_layers * sizes.top_k) as u64;
+    assert_eq!(plan.working_set_bytes, uses * sizes.mean_record_bytes);
+    assert!(plan.expert_read_bytes <= plan.working_set_bytes);
+    assert!(plan.to_string().contains("the largest expert"), "{plan}");
 }
 
 #[test]
@@ -226,16 +258,22 @@ fn any_sizes() -> impl Strategy<Value = Sizes> {
         1..20_000_000u64,
         1..50_000u64,
     );
-    let experts = (1..1_000_000u64, 1..12usize, 1..64usize, 1..8usize);
+    let experts = (1..1_000_000u64, 0..1_000_000u64, 1..12usize, 1..64usize, 1..8usize);
     let session = (0..10_000_000u64, 0..5_000u64, 1..200_000u64, 0..500_000u64);
     (trunk, experts, session).prop_map(
-        |((layer_bytes, vector_bytes, head_bytes, row), (record, moe_layers, n, k), session)| {
+        |(
+            (layer_bytes, vector_bytes, head_bytes, row),
+            (record, mean, moe_layers, n, k),
+            session,
+        )| {
             Sizes {
                 layer_bytes,
                 vector_bytes,
                 head_bytes,
                 head_row_bytes: row.min(head_bytes),
                 record_bytes: record,
+                mean_record_bytes: mean.clamp(1, record),
+                estimated: false,
                 moe_layers,
                 n_experts: n.max(k),
                 top_k: k,

@@ -39,6 +39,17 @@ fn a_published_configuration_is_planned_without_any_weights() {
 }
 
 #[test]
+fn what_cannot_be_known_before_is_estimated_and_says_so() {
+    let text = rill(config("kimi-k3", &["--experts", "mxfp4z", "--budget", "16G"])).done();
+    assert!(text.contains("of 15.0 MB, estimated, "), "{text}");
+    assert!(text.contains("the model's files, estimated"), "{text}");
+    let plan = facts(&rill(config("kimi-k3", &["--experts", "mxfp4z", "--json"])).done());
+    assert_eq!(plan["estimated"], true);
+    // Sixteen experts of 92 layers.
+    assert_eq!(plan["working_set_bytes"], 16 * 92 * plan["record_bytes"].as_u64().unwrap());
+}
+
+#[test]
 fn json_has_every_line_and_the_floor() {
     let more = ["--budget", "16G", "--threads", "8", "--json"];
     let plan = facts(&rill(config("kimi-k3", &more)).done());

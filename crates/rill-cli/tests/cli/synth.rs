@@ -11,6 +11,9 @@ const LINEAR: [&str; 3] = ["synth", "--like", "kimi-linear-48b"];
 fn an_estimate_says_how_large_it_gets() {
     let text = rill(K3.into_iter().chain(["--layers", "2", "--estimate"])).done();
     assert!(text.contains("15.74 GB in 896 records of 17.56 MB"), "{text}");
+    let coded = ["--layers", "2", "--experts", "mxfp4z", "--estimate"];
+    let text = rill(K3.into_iter().chain(coded)).done();
+    assert!(text.contains("in 896 records of up to 14.97 MB"), "{text}");
     let text = rill(LINEAR.into_iter().chain(["--layers", "10", "--estimate"])).done();
     assert!(text.contains("in 2304 records of 3.65 MB"), "{text}");
     let ten = ["--layers", "10", "--format", "waste", "--estimate"];

@@ -292,6 +292,38 @@ impl Container {
         })
     }
 
+    /// Where the parts of a record lie in it, by its header, of which alone anything is read.
+    ///
+    /// # Errors
+    /// When there is no such expert, the header cannot be read, or it is not what it should be.
+    pub fn read_layout(&self, layer: u32, expert: u32) -> Result<RecordLayout, FormatError> {
+        let place = || format!("the header of layer {layer}, expert {expert}");
+        let found = self.bank_of_layer.get(&layer).zip(self.layout.as_ref());
+        let Some((&index, layout)) = found else { return Err(self.no_record(place())) };
+        let Some((position, _)) = self.parts(index, expert).next() else {
+            return Err(self.no_record(place()));
+        };
+        let stripe = &self.bank_list()[index].stripes[0];
+        let file = || self.file(stripe.directory, &stripe.file);
+        let mut header = [0; HEADER_BYTES];
+        let read = self.banks[index].stripes[0].read_exact_at(&mut header, position);
+        read.map_err(|stopped| stopped_error(file(), place(), position, HEADER_BYTES, stopped))?;
+        let wrong = |what: &str, expected, found| FormatError::Container {
+            file: file(),
+            what: format!("{} at byte {position}: {what}", place()),
+            expected,
+            found,
+        };
+        let own = layout.own(&header, layer, expert);
+        let (own, _) = own.map_err(|e| wrong(&e.what, e.expected, e.found))?;
+        let bytes = self.record_bytes(layer, expert);
+        if own.record_bytes != bytes {
+            let found = own.record_bytes.to_string();
+            return Err(wrong("the size of the record", bytes.to_string(), found));
+        }
+        Ok(own)
+    }
+
     /// Where the parts of a record that has been read and checked lie in it.
     ///
     /// # Errors

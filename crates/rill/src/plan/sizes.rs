@@ -18,6 +18,8 @@ use crate::weights::{self, Needed};
 const BLOCK: u64 = 4096;
 /// Inputs that share a scale in a container that `rill convert` writes.
 const GROUP: usize = 128;
+/// Hundredths of a bit that a weight takes as mxfp4z, as measured on rows of Kimi K3 (`docs/quality.md`).
+const MXFP4Z_CENTIBITS: usize = 362;
 
 /// Number format that a conversion gives to routed experts, or to the trunk's matrices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -31,6 +33,8 @@ pub enum Recode {
     Q8,
     /// Four bits with f16 scales. In the trunk embedding, head and vision get eight.
     Q4,
+    /// Of MXFP4 experts the same without loss in fewer bytes, estimated; everything else is as published.
+    Mxfp4z,
     /// Windows into a stream of bits: of MXFP4 experts the native profile, of everything else the rotated
     /// one. In the trunk embedding, head, vision and `kv_b_proj` get eight bits. What cannot be is as published.
     Trellis {
@@ -52,8 +56,12 @@ pub struct Sizes {
     pub head_bytes: u64,
     /// One row of it.
     pub head_row_bytes: u64,
-    /// One routed expert, as read in whole blocks and as held in a slot.
+    /// One routed expert, as read in whole blocks and as held in a slot; the largest, where they differ.
     pub record_bytes: u64,
+    /// One on average.
+    pub mean_record_bytes: u64,
+    /// Whether these two are estimated, and with them what is on disk.
+    pub estimated: bool,
     /// Layers with routed experts.
     pub moe_layers: usize,
     /// Routed experts of such a layer.
@@ -79,8 +87,10 @@ pub struct Sizes {
 /// What a source's way of storing things takes.
 #[derive(Clone, Debug)]
 pub(crate) struct Footprint {
-    /// One routed expert, read in whole blocks.
+    /// One routed expert, read in whole blocks; the largest.
     pub(crate) record_bytes: u64,
+    /// One on average.
+    pub(crate) mean_record_bytes: u64,
     /// Each layer's trunk where one read brings it; empty where tensors are read one by one.
     pub(crate) run_bytes: Vec<u64>,
     /// What is kept to find tensors and experts.
@@ -153,7 +163,7 @@ impl Sizes {
         }
         let vision = vision_weights(config_json).unwrap_or(0);
         let vision_bytes = match trunk {
-            Recode::Source => vision.saturating_mul(2),
+            Recode::Source | Recode::Mxfp4z => vision.saturating_mul(2),
             Recode::F32 => vision.saturating_mul(4),
             // Eight bits and a scale of sixteen for every 128.
             Recode::Q8 | Recode::Q4 | Recode::Trellis { .. } => vision.saturating_add(vision / 64),
@@ -163,13 +173,16 @@ impl Sizes {
         let disk_bytes = run_bytes.iter().fold(0u64, |sum, run| sum.saturating_add(*run));
         let footprint = Footprint {
             record_bytes,
+            mean_record_bytes: record_bytes,
             index_bytes: 0,
             disk_bytes: [globals, vision_bytes, n_records.saturating_mul(record_bytes)]
                 .into_iter()
                 .fold(disk_bytes, u64::saturating_add),
             run_bytes,
         };
-        Ok(Self::new(&config, &footprint, form))
+        let is_mxfp4 = config.moe.expert_format == ExpertFormat::Mxfp4;
+        let estimated = experts == Recode::Mxfp4z && is_mxfp4;
+        Ok(Self { estimated, ..Self::new(&config, &footprint, form) })
     }
 
     fn new(
@@ -208,6 +221,8 @@ impl Sizes {
             head_bytes,
             head_row_bytes,
             record_bytes: footprint.record_bytes,
+            mean_record_bytes: footprint.mean_record_bytes,
+            estimated: false,
             moe_layers,
             n_experts: config.moe.n_experts,
             top_k: config.moe.top_k,
@@ -228,7 +243,7 @@ impl Sizes {
 
     /// Bytes of the routed experts of one token.
     pub fn working_set_bytes(&self) -> u64 {
-        (self.moe_layers as u64 * self.top_k as u64).saturating_mul(self.record_bytes)
+        (self.moe_layers as u64 * self.top_k as u64).saturating_mul(self.mean_record_bytes)
     }
 }
 
@@ -281,8 +296,10 @@ fn record_bytes(config: &ModelConfig, experts: Recode) -> u64 {
         ExpertFormat::Mxfp4 => Codec::Mxfp4,
     };
     let codec = recoded(experts, published);
-    let layouts = expert_shapes(config).map(|(rows, cols)| codec.layout(rows, cols));
-    let layouts = layouts.map(|layout| layout.map_or((0, 0), |l| (l.codes, l.scales)));
+    let layouts = expert_shapes(config).map(|(rows, cols)| match codec {
+        Codec::Mxfp4z => (rows.saturating_mul(cols) / 800 * MXFP4Z_CENTIBITS, 0),
+        _ => codec.layout(rows, cols).map_or((0, 0), |l| (l.codes, l.scales)),
+    });
     // All codes, then all scales.
     let parts = layouts.iter().map(|l| l.0).chain(layouts.iter().map(|l| l.1));
     let end = parts.filter(|&bytes| bytes > 0).fold(HEADER_BYTES as u64, |end, bytes| {
@@ -297,6 +314,8 @@ fn recoded(recode: Recode, published: Codec) -> Codec {
         Recode::F32 => Codec::F32,
         Recode::Q8 => Codec::Q8 { group: GROUP },
         Recode::Q4 => Codec::Q4 { group: GROUP },
+        Recode::Mxfp4z if published == Codec::Mxfp4 => Codec::Mxfp4z,
+        Recode::Mxfp4z => published,
         Recode::Trellis { rate, width } => {
             let profile = if published == Codec::Mxfp4 { Trellis::new } else { Trellis::rotated };
             profile(rate, width).map_or(published, Codec::Trellis)
