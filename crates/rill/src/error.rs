@@ -1,5 +1,6 @@
 //! What can go wrong in the engine.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use rill_format::FormatError;
@@ -154,6 +155,23 @@ pub enum Error {
         positions: usize,
         /// `max_position_embeddings`.
         max_positions: usize,
+    },
+
+    /// A session's file is not what it should be.
+    #[error(
+        "{}: {what} should be {expected}, found {found}; it can be loaded only whole, with the model and \
+         the version of Rill that wrote it",
+        file.display()
+    )]
+    SessionFile {
+        /// The file.
+        file: PathBuf,
+        /// What of it.
+        what: &'static str,
+        /// What it should be.
+        expected: String,
+        /// What it is.
+        found: String,
     },
 
     /// As many requests wait as may.

@@ -39,6 +39,7 @@ mod relief;
 mod residual;
 mod routing;
 mod sampler;
+mod saved;
 mod scheduler;
 mod session;
 mod source;

@@ -187,6 +187,17 @@ impl Session {
         (2 * layers * state) as u64
     }
 
+    /// Makes room for what a file holds of a session with so many tokens, where a step would write it.
+    pub(crate) fn resize(&mut self, tokens: usize) {
+        let width = self.home.config.mla.kv_lora_rank + self.home.config.mla.qk_rope_head_dim;
+        for layer in &mut self.layers {
+            match layer {
+                LayerState::Kda(state) => state.next = Recurrent::new(&self.home.config),
+                LayerState::Mla(state) => state.cache = vec![0.0; tokens * width],
+            }
+        }
+    }
+
     /// A step has ended well: what it wrote counts from now on.
     pub(crate) fn commit(&mut self, tokens: &[u32]) {
         for layer in &mut self.layers {

@@ -1,0 +1,329 @@
+//! Sessions in files.
+//!
+//! A file is written aside, synced and moved into place, so an interrupted save leaves the file that
+//! was there before. It is for the model that wrote it, and for no other: its latents and states mean
+//! nothing to other weights. All numbers are little-endian:
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 8 | `RILLSESS` |
+//! | 4 | version, 1 |
+//! | 4 | length of the head |
+//! | head | JSON: `model`, `tokens` (how many), `note` (the caller's) |
+//! | 4 each | the tokens |
+//! | 4 each | of each layer: a KDA layer's heads, then q, k and v convolution inputs; an MLA layer's cache |
+//! | 8 | XXH3-64 of all that comes before |
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use rill_format::container::Checksum;
+use rill_format::{DataFile, DataPlace};
+use rill_stream::StreamError;
+use serde::{Deserialize, Serialize};
+
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::session::{LayerState, Session};
+use crate::source;
+
+const MAGIC: &[u8; 8] = b"RILLSESS";
+const VERSION: u32 = 1;
+/// Longest head that makes sense.
+const MAX_HEAD_BYTES: u32 = 16 << 20;
+/// Values converted at a time.
+const BLOCK: usize = 1 << 14;
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Head {
+    model: String,
+    tokens: usize,
+    note: String,
+}
+
+impl Engine {
+    /// Writes a session to a file, which appears whole or not at all, readable by its owner alone.
+    /// `note` is the caller's and comes back with it.
+    ///
+    /// # Errors
+    /// [`Error::ForeignSession`]; or when the disk does not take it: an older file of this name then
+    /// stays as it was.
+    pub fn save_session(&self, session: &Session, path: &Path, note: &str) -> Result<(), Error> {
+        if !session.belongs_to(&self.home) {
+            return Err(Error::ForeignSession);
+        }
+        let head = Head {
+            model: self.model_identity()?,
+            tokens: session.position(),
+            note: note.to_owned(),
+        };
+        let io = |doing| move |source| StreamError::Io { file: path.to_owned(), doing, source };
+        let aside = aside(path);
+        let written = write(&aside, &head, session).map_err(io("writing"));
+        let moved = written.and_then(|()| {
+            fs::rename(&aside, path).map_err(io("moving into place"))?;
+            sync_folder(path);
+            Ok(())
+        });
+        // Whatever is wrong with it is told already.
+        moved.inspect_err(|_| drop(fs::remove_file(&aside)))?;
+        Ok(())
+    }
+
+    /// Reads a session that [`save_session`](Self::save_session) wrote, and its note. It goes on with
+    /// the bits it would have gone on with then.
+    ///
+    /// # Errors
+    /// [`Error::SessionFile`] when the file is damaged, cut off, of another model or of another version
+    /// of Rill; [`Error::OverBudget`] when there is no room for the session, [`Error::ContextFull`] when
+    /// it is longer than the context this engine was opened with.
+    pub fn load_session(&self, path: &Path) -> Result<(Session, String), Error> {
+        let io = |source| StreamError::Io { file: path.to_owned(), doing: "reading", source };
+        if !fs::metadata(path).map_err(io)?.is_file() {
+            return Err(StreamError::NotAFile { file: path.to_owned() }.into());
+        }
+        let file = File::open(path).map_err(io)?;
+        let bytes = file.metadata().map_err(io)?.len();
+        let mut input = Input { path, file: io::BufReader::new(file), sum: Checksum::default() };
+
+        let mut start = [0; 16];
+        input.read(&mut start)?;
+        let [version, head_bytes] =
+            [8, 12].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|i| start[at + i])));
+        if start[..8] != *MAGIC {
+            return Err(input.wrong("its first bytes", "RILLSESS", "others: it is no session"));
+        }
+        if version != VERSION {
+            return Err(input.wrong("its version", VERSION, version));
+        }
+        if head_bytes > MAX_HEAD_BYTES {
+            return Err(input.wrong(
+                "its head",
+                format!("at most {MAX_HEAD_BYTES} bytes"),
+                head_bytes,
+            ));
+        }
+        let mut head = vec![0; head_bytes as usize];
+        input.read(&mut head)?;
+        let head: Head = match serde_json::from_slice(&head) {
+            Ok(head) => head,
+            Err(error) => return Err(input.wrong("its head", "model, tokens and note", error)),
+        };
+        let model = self.model_identity()?;
+        if head.model != model {
+            return Err(input.wrong("its model", model, head.model));
+        }
+        let max_positions = self.plan.options.context;
+        if head.tokens > max_positions {
+            return Err(Error::ContextFull { positions: head.tokens, max_positions });
+        }
+        let mut session = self.new_session();
+        session.admit()?;
+        session.resize(head.tokens);
+        let values: usize = session.layers.iter().flat_map(parts).map(<[f32]>::len).sum();
+        let expected = 16 + u64::from(head_bytes) + 4 * (head.tokens + values) as u64 + 8;
+        if bytes != expected {
+            return Err(input.wrong("its length", format!("{expected} bytes"), bytes));
+        }
+
+        let mut tokens = vec![0.0; head.tokens];
+        input.read_values(&mut tokens)?;
+        // Any 32 bits are kept as they are.
+        let tokens: Vec<u32> = tokens.into_iter().map(f32::to_bits).collect();
+        for layer in &mut session.layers {
+            for values in parts_mut(layer) {
+                input.read_values(values)?;
+            }
+        }
+        let found = input.sum.finish();
+        let mut sum = [0; 8];
+        input.read(&mut sum)?;
+        if u64::from_le_bytes(sum) != found {
+            let (expected, found) = (u64::from_le_bytes(sum), format!("{found:016x}"));
+            return Err(input.wrong("its checksum", format!("{expected:016x}"), found));
+        }
+        let vocab_size = self.config.vocab_size;
+        if let Some(position) = tokens.iter().position(|&t| t as usize >= vocab_size) {
+            return Err(Error::TokenOutOfRange { token: tokens[position], position, vocab_size });
+        }
+        session.commit(&tokens);
+        Ok((session, head.note))
+    }
+
+    /// Names the weights: a container's fingerprint, or a digest of all names, formats and shapes and of
+    /// samples of each file.
+    fn model_identity(&self) -> Result<String, Error> {
+        let identity = source::identity(&*self.source);
+        match self.source.fingerprint() {
+            Some(_) => Ok(identity),
+            None => Ok(format!("{identity}-{:016x}", samples(&self.source.data_files())?)),
+        }
+    }
+}
+
+/// Where a file is written before it is moved into place: always the same name, so that a save that was
+/// interrupted leaves at most one.
+fn aside(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".part");
+    name.into()
+}
+
+fn write(path: &Path, head: &Head, session: &Session) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true);
+    // Conversations are their owner's.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    let mut out = Output { file: options.open(path)?, sum: Checksum::default() };
+    let head = serde_json::to_vec(head)?;
+    let head_bytes = u32::try_from(head.len()).ok().filter(|n| *n <= MAX_HEAD_BYTES);
+    let head_bytes = head_bytes.ok_or_else(|| io::Error::other("the note is too long"))?;
+    out.write(MAGIC)?;
+    out.write(&VERSION.to_le_bytes())?;
+    out.write(&head_bytes.to_le_bytes())?;
+    out.write(&head)?;
+    out.write_words(session.tokens(), |token| *token)?;
+    for values in session.layers.iter().flat_map(parts) {
+        out.write_words(values, |value| value.to_bits())?;
+    }
+    let sum = out.sum.finish().to_le_bytes();
+    out.file.write_all(&sum)?;
+    out.file.sync_all()
+}
+
+/// What of a layer is in a file.
+fn parts(layer: &LayerState) -> Vec<&[f32]> {
+    match layer {
+        LayerState::Kda(state) => {
+            let conv = state.now.conv.iter().map(Vec::as_slice);
+            [state.now.heads.as_slice()].into_iter().chain(conv).collect()
+        }
+        LayerState::Mla(state) => vec![&state.cache],
+    }
+}
+
+/// Where it is read to: a session that has just been read commits it, as it does a step.
+fn parts_mut(layer: &mut LayerState) -> Vec<&mut [f32]> {
+    match layer {
+        LayerState::Kda(state) => {
+            let conv = state.next.conv.iter_mut().map(Vec::as_mut_slice);
+            [state.next.heads.as_mut_slice()].into_iter().chain(conv).collect()
+        }
+        LayerState::Mla(state) => vec![&mut state.cache],
+    }
+}
+
+/// A folder's entry for a file that was moved, as far as the system has such a thing.
+fn sync_folder(path: &Path) {
+    #[cfg(unix)]
+    {
+        let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let folder = File::open(folder.unwrap_or(Path::new(".")));
+        // The file itself is safe; not every file system can do this.
+        let _ = folder.and_then(|folder| folder.sync_all());
+    }
+    #[cfg(not(unix))]
+    let _ = path;
+}
+
+/// A checksum of a few pieces of each file.
+fn samples(files: &[DataFile]) -> Result<u64, Error> {
+    const SAMPLES: u64 = 16;
+    const BYTES: u64 = 4096;
+    let mut sum = Checksum::default();
+    for file in files {
+        sum.update(&file.bytes.to_le_bytes());
+        let length = BYTES.min(file.bytes);
+        for sample in 0..SAMPLES {
+            let at = (file.bytes - length) / (SAMPLES - 1) * sample;
+            let mut bytes = vec![0; length as usize];
+            match &file.place {
+                DataPlace::Memory(all) => {
+                    bytes.copy_from_slice(&all[at as usize..(at + length) as usize]);
+                }
+                DataPlace::Disk(path) => {
+                    let read = File::open(path).and_then(|mut file| {
+                        file.seek(SeekFrom::Start(at))?;
+                        file.read_exact(&mut bytes)
+                    });
+                    read.map_err(|source| StreamError::Io {
+                        file: path.clone(),
+                        doing: "reading",
+                        source,
+                    })?;
+                }
+            }
+            sum.update(&bytes);
+        }
+    }
+    Ok(sum.finish())
+}
+
+struct Output {
+    file: File,
+    sum: Checksum,
+}
+
+impl Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.sum.update(bytes);
+        self.file.write_all(bytes)
+    }
+
+    fn write_words<T>(&mut self, values: &[T], word: impl Fn(&T) -> u32) -> io::Result<()> {
+        let mut bytes = Vec::with_capacity(4 * BLOCK.min(values.len()));
+        for values in values.chunks(BLOCK) {
+            bytes.clear();
+            bytes.extend(values.iter().flat_map(|value| word(value).to_le_bytes()));
+            self.write(&bytes)?;
+        }
+        Ok(())
+    }
+}
+
+struct Input<'a> {
+    path: &'a Path,
+    file: io::BufReader<File>,
+    sum: Checksum,
+}
+
+impl Input<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> Result<(), Error> {
+        match self.file.read_exact(bytes) {
+            Ok(()) => {
+                self.sum.update(bytes);
+                Ok(())
+            }
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                Err(self.wrong("it", "a whole session", "cut off"))
+            }
+            Err(source) => {
+                Err(StreamError::Io { file: self.path.to_owned(), doing: "reading", source }.into())
+            }
+        }
+    }
+
+    fn read_values(&mut self, values: &mut [f32]) -> Result<(), Error> {
+        let mut bytes = vec![0; 4 * BLOCK.min(values.len())];
+        for values in values.chunks_mut(BLOCK) {
+            let bytes = &mut bytes[..4 * values.len()];
+            self.read(bytes)?;
+            for (value, word) in values.iter_mut().zip(bytes.as_chunks().0) {
+                *value = f32::from_bits(u32::from_le_bytes(*word));
+            }
+        }
+        Ok(())
+    }
+
+    fn wrong(&self, what: &'static str, expected: impl ToString, found: impl ToString) -> Error {
+        Error::SessionFile {
+            file: self.path.to_owned(),
+            what,
+            expected: expected.to_string(),
+            found: found.to_string(),
+        }
+    }
+}
