@@ -48,6 +48,9 @@ pub struct EngineOptions {
     /// Positions whose logits may be asked for at once, for which memory is set aside; more are
     /// given as far as the budget has room.
     pub logits: usize,
+    /// Bytes set aside for snapshots: a [`Scheduler`](crate::Scheduler) keeps beginnings of
+    /// conversations in them. 0 keeps none.
+    pub snapshot_bytes: u64,
     /// Threads that compute; 0 means one for each of `cpus`, or per core.
     pub threads: usize,
     /// CPUs that those threads are tied to, one each, in turn; empty leaves them to the system.
@@ -83,6 +86,7 @@ impl Default for EngineOptions {
             context: 4096,
             sessions: 1,
             logits: 1,
+            snapshot_bytes: 0,
             threads: 0,
             cpus: Vec::new(),
             prefill_chunk: usize::MAX,
@@ -112,6 +116,7 @@ impl EngineOptions {
             sessions: self.sessions.max(1),
             // Sessions that share a step ask for one position each.
             logits: self.logits.max(self.sessions).max(1),
+            snapshot_bytes: self.snapshot_bytes,
         }
     }
 

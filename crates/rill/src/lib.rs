@@ -34,6 +34,7 @@ mod mla;
 mod moe;
 mod perplexity;
 pub mod plan;
+mod prefix;
 pub mod reference;
 mod relief;
 mod residual;
@@ -67,7 +68,8 @@ pub use rill_text::{TextError, Tokenizer, chat};
 pub use routing::{ForcedRouting, RoutingRecorder};
 pub use sampler::{Sampler, Sampling, likelier_first};
 pub use scheduler::{
-    Answer, Canceller, Ended, Event, Request, RequestStatistics, Scheduler, SchedulerOptions,
+    Answer, Canceller, Ended, Event, Prefix, Request, RequestStatistics, Scheduler,
+    SchedulerOptions,
 };
 pub use session::{Session, Snapshot};
 pub use step::{Logits, Observer, Part};

@@ -103,6 +103,9 @@ impl fmt::Display for Budget {
 /// The lines of a plan that are counted for each session.
 const SESSION_PURPOSES: [&str; 2] = ["KDA state", "latent cache"];
 
+/// The line of snapshots, which come and go.
+pub(crate) const SNAPSHOTS: &str = "snapshots";
+
 /// What a plan is made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanOptions {
@@ -120,6 +123,8 @@ pub struct PlanOptions {
     pub sessions: usize,
     /// Positions whose logits are asked for at once.
     pub logits: usize,
+    /// Bytes set aside for snapshots of sessions.
+    pub snapshot_bytes: u64,
 }
 
 impl Default for PlanOptions {
@@ -133,6 +138,7 @@ impl Default for PlanOptions {
             threads,
             sessions: 1,
             logits: 1,
+            snapshot_bytes: 0,
         }
     }
 }
@@ -195,6 +201,8 @@ pub struct Shares {
     pub state: u64,
     /// Latent cache for the whole context.
     pub cache: u64,
+    /// Snapshots of sessions.
+    pub snapshots: u64,
     /// Activations and logits.
     pub scratch: u64,
     /// Images are not read yet.
@@ -205,7 +213,7 @@ pub struct Shares {
 
 impl Shares {
     /// Name and bytes of each part. The names are the purposes of leases.
-    pub fn lines(&self) -> [(&'static str, u64); 10] {
+    pub fn lines(&self) -> [(&'static str, u64); 11] {
         [
             ("process baseline", self.baseline),
             ("trunk vectors", self.vectors),
@@ -214,6 +222,7 @@ impl Shares {
             ("head", self.head),
             ("KDA state", self.state),
             ("latent cache", self.cache),
+            (SNAPSHOTS, self.snapshots),
             ("scratch", self.scratch),
             ("vision", self.vision),
             ("expert slots", self.slots),
@@ -251,10 +260,10 @@ impl Plan {
         }
     }
 
-    /// What the engine itself holds from opening on: all but the sessions' parts.
+    /// What the engine itself holds from opening on: all but the parts of sessions and snapshots.
     pub(crate) fn engine_lines(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let lines = self.shares.lines().into_iter();
-        lines.filter(|(purpose, _)| !SESSION_PURPOSES.contains(purpose))
+        lines.filter(|(purpose, _)| !SESSION_PURPOSES.contains(purpose) && *purpose != SNAPSHOTS)
     }
 
     /// What one session holds.
@@ -282,7 +291,7 @@ impl Plan {
     }
 
     /// What each line stands for in this plan.
-    fn explanations(&self) -> [String; 10] {
+    fn explanations(&self) -> [String; 11] {
         let n_pinned = self.pinned.iter().filter(|pinned| **pinned).count();
         let n_layers = self.pinned.len();
         let sessions = self.options.sessions;
@@ -304,6 +313,10 @@ impl Plan {
                 n => format!("of {n} sessions, each with the copy to go back to"),
             },
             format!("{} tokens of context", self.options.context),
+            match self.options.snapshot_bytes {
+                0 => "none are kept".to_owned(),
+                _ => "beginnings of conversations".to_owned(),
+            },
             format!("prompts in pieces of {} tokens", self.prefill_chunk),
             "images are not read yet".to_owned(),
             format!(
@@ -387,6 +400,7 @@ impl<'a> Planner<'a> {
                 .cache_bytes_per_token
                 .saturating_mul(options.context as u64)
                 .saturating_mul(sessions),
+            snapshots: options.snapshot_bytes,
             scratch: logits_bytes.saturating_add(sizes.scratch_bytes_per_token),
             ..Shares::default()
         };

@@ -57,12 +57,26 @@ pub struct Request {
     pub deadline: Option<Instant>,
     /// Sees every step of it.
     pub observer: Option<Box<dyn Observer + Send>>,
+    /// Go on from an earlier request that began with the same tokens, and be such a one for later
+    /// requests. Only for sessions that have seen nothing, on an engine with room for snapshots
+    /// ([`EngineOptions::snapshot_bytes`](crate::EngineOptions::snapshot_bytes)).
+    pub prefix: Option<Prefix>,
+}
+
+/// How a request shares its beginning with others.
+#[derive(Clone, Debug)]
+pub struct Prefix {
+    /// Whose it is: requests of other name spaces neither find it nor notice it.
+    pub namespace: Arc<str>,
+    /// Positions in the prompt where others may begin to differ, such as ends of messages, ascending.
+    /// The end of the answer is always one.
+    pub boundaries: Vec<usize>,
 }
 
 impl Request {
     /// A request of ordinary priority.
     pub fn new(session: Session, prompt: Vec<u32>, options: GenerateOptions) -> Self {
-        Self { session, prompt, options, priority: 0, deadline: None, observer: None }
+        Self { session, prompt, options, priority: 0, deadline: None, observer: None, prefix: None }
     }
 }
 
@@ -104,6 +118,8 @@ pub struct RequestStatistics {
     pub decode: Duration,
     /// Tokens of the prompt that were run.
     pub prompt_tokens: usize,
+    /// Tokens of the prompt that an earlier request had run.
+    pub reused_tokens: usize,
     /// Tokens written.
     pub written_tokens: usize,
     /// Steps it took part in.

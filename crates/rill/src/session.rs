@@ -6,6 +6,7 @@ use rill_stream::{Lease, Ledger};
 
 use crate::config::{AttentionKind, ModelConfig};
 use crate::error::Error;
+use crate::plan::SNAPSHOTS;
 
 /// The state of one conversation: mutable, owned, and useful only with the engine that made it.
 ///
@@ -127,10 +128,14 @@ impl Session {
     /// # Errors
     /// [`Error::OverBudget`] when there is no room for it.
     pub fn snapshot(&self) -> Result<Snapshot, Error> {
-        let bytes = self.layers.iter().map(LayerState::bytes).sum();
-        let lease = self.home.ledger.lease("snapshots", bytes)?;
+        let lease = self.home.ledger.lease(SNAPSHOTS, self.snapshot_bytes())?;
         let layers = self.layers.iter().map(LayerState::at_rest).collect();
         Ok(Snapshot { home: self.home.clone(), tokens: self.tokens.clone(), layers, lease })
+    }
+
+    /// Bytes that a snapshot of its present state takes.
+    pub fn snapshot_bytes(&self) -> u64 {
+        self.layers.iter().map(LayerState::bytes).sum()
     }
 
     /// Goes to a snapshot, which may be of another session of the same engine.

@@ -194,6 +194,7 @@ fn the_largest_numbers_a_configuration_may_have_are_no_trouble() {
             prefill_chunk: usize::MAX,
             budget_bytes: u64::MAX - 1,
             logits: 40,
+            snapshot_bytes: u64::MAX,
         };
         assert!(matches!(Plan::new(&sizes, most), Err(Error::BelowFloor { .. })));
         let plan = Plan::new(&sizes, options(1 << 40, 1)).map(|plan| plan.floor_bytes);

@@ -2,7 +2,10 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -10,7 +13,7 @@ use common::{floor_bytes, k3_tiny, kimi_linear_tiny, within_a_minute};
 use proptest::prelude::*;
 use rill::{
     CachePolicy, Ended, Engine, EngineOptions, Error, Event, FinishReason, Folder, GenerateOptions,
-    LayerIdx, Observer, Request, Sampling, Scheduler, SchedulerOptions, Session,
+    LayerIdx, Observer, Prefix, Request, Sampling, Scheduler, SchedulerOptions, Session,
 };
 
 const CONTEXT: usize = 64;
@@ -258,18 +261,145 @@ fn a_request_without_room_waits_for_another_to_end_and_is_refused_if_none_can() 
     });
 }
 
+/// An engine with room for so many snapshots of sessions of this length.
+fn open_with_snapshots(folder: Folder, snapshots: u64, tokens: usize) -> Arc<Engine> {
+    let options = EngineOptions { context: tokens, sessions: 2, threads: 2, ..Default::default() };
+    let bytes = {
+        let engine = Engine::open(folder.clone(), &options).expect("it opens");
+        let mut session = engine.new_session();
+        engine.forward(&mut session, &prompt(tokens, 0), rill::Logits::None).expect("it runs");
+        session.snapshot_bytes()
+    };
+    let options = EngineOptions { snapshot_bytes: snapshots * bytes, ..options };
+    let budget_bytes = floor_bytes(&folder, &options) + (8 << 20);
+    let options = EngineOptions { budget_bytes, ..options };
+    Arc::new(Engine::open(folder, &options).expect("it opens"))
+}
+
+/// Runs a prompt to its end; what it wrote, and tokens run and reused.
+fn ask(
+    shared: &Scheduler,
+    prompt: &[u32],
+    boundaries: &[usize],
+    namespace: &str,
+) -> (Vec<u32>, [usize; 2]) {
+    let session = shared.engine().new_session();
+    let mut request = Request::new(session, prompt.to_vec(), options(4, 5));
+    request.prefix = Some(Prefix { namespace: namespace.into(), boundaries: boundaries.to_vec() });
+    let mut written = Vec::new();
+    for event in shared.submit(request).expect("it is taken") {
+        match event {
+            Event::Token(token) => written.push(token),
+            Event::Ended(ended) => {
+                assert!(matches!(ended.outcome, Ok(FinishReason::Length)), "{ended:?}");
+                let taken = ended.statistics;
+                return (written, [taken.prompt_tokens, taken.reused_tokens]);
+            }
+            Event::Prefilled { .. } => {}
+        }
+    }
+    panic!("it did not end");
+}
+
+/// Counts tokens times layers, and distinct experts of each piece of a prompt and layer.
+#[derive(Clone, Default)]
+struct Counting(Arc<[AtomicUsize; 2]>);
+
+impl Observer for Counting {
+    fn routed(&mut self, layer: LayerIdx, ids: &[u32], weights: &[f32]) {
+        assert_eq!(ids.len(), weights.len(), "layer {layer}");
+        let distinct: BTreeSet<&u32> = ids.iter().collect();
+        self.0[0].fetch_add(ids.len(), SeqCst);
+        self.0[1].fetch_add(distinct.len(), SeqCst);
+    }
+}
+
+#[test]
+fn a_second_turn_of_a_long_conversation_asks_for_the_experts_of_its_new_tokens_alone() {
+    within_a_minute(|| {
+        let engine = open_with_snapshots(k3_tiny(), 2, 700);
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        let first = prompt(480, 1);
+        let (answer, ran) = ask(&shared, &first, &[], "");
+        assert_eq!(ran, [480, 0]);
+        let second = [first, answer, prompt(7, 2)].concat();
+
+        let counting = Counting::default();
+        let mut request = Request::new(engine.new_session(), second.clone(), options(4, 5));
+        request.prefix = Some(Prefix { namespace: "".into(), boundaries: Vec::new() });
+        request.observer = Some(Box::new(counting.clone()));
+        let before = engine.expert_counters().wanted;
+        let done = submit(&shared, request, |_| ControlFlow::Continue(())).expect("it is taken");
+        let done = done.recv().expect("it ends");
+
+        let [chosen, distinct] = counting.0.each_ref().map(|n| n.load(SeqCst));
+        // The answer's last token was written and not run, like that of this answer.
+        let new_tokens = 1 + 7 + 3;
+        let moe_layers = engine.config().layer_counts()[3];
+        assert_eq!(chosen, new_tokens * moe_layers * engine.config().moe.top_k);
+        assert_eq!(engine.expert_counters().wanted - before, distinct as u64);
+        let alone = alone(&engine, engine.new_session(), &second, options(4, 5));
+        assert_eq!((done.written, done.state), (alone.written, alone.state));
+    });
+}
+
+#[test]
+fn prompts_that_begin_alike_share_their_beginning_up_to_a_boundary() {
+    within_a_minute(|| {
+        let engine = open_with_snapshots(k3_tiny(), 9, CONTEXT);
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        let system = prompt(17, 1);
+        let with = |question| [system.clone(), prompt(9, question)].concat();
+        assert_eq!(ask(&shared, &with(2), &[17], "").1, [26, 0]);
+        let (written, ran) = ask(&shared, &with(3), &[17], "");
+        assert_eq!(ran, [9, 17]);
+        let expected = alone(&engine, engine.new_session(), &with(3), options(4, 5)).written;
+        assert_eq!(written, expected);
+        // The same prompt once more: its last token at least must be run, and a boundary lies before.
+        assert_eq!(ask(&shared, &with(3), &[17], "").1, [9, 17]);
+    });
+}
+
+#[test]
+fn nobody_finds_the_beginnings_of_another_name_space() {
+    within_a_minute(|| {
+        let engine = open_with_snapshots(k3_tiny(), 9, CONTEXT);
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        let ids = prompt(20, 1);
+        assert_eq!(ask(&shared, &ids, &[10], "alice").1, [20, 0]);
+        assert_eq!(ask(&shared, &ids, &[10], "bob").1, [20, 0]);
+        assert_eq!(ask(&shared, &ids, &[10], "alice").1, [10, 10]);
+    });
+}
+
+#[test]
+fn beginnings_take_no_more_than_was_set_aside_and_the_oldest_goes_first() {
+    within_a_minute(|| {
+        let engine = open_with_snapshots(k3_tiny(), 2, CONTEXT);
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        let ask = |seed| ask(&shared, &prompt(20, seed), &[10], "").1[1];
+        let room = engine.plan().options.snapshot_bytes;
+        // Each leaves two: at the boundary, and at its end.
+        for (seed, reused) in [(1, 0), (1, 10), (2, 0), (3, 0), (1, 0), (1, 10)] {
+            assert_eq!(ask(seed), reused);
+            let held = engine.ledger().held().into_iter().find(|(what, _)| *what == "snapshots");
+            assert!(held.is_some_and(|(_, bytes)| bytes <= room));
+        }
+    });
+}
+
 /// Cancels a request when it reaches a layer, and notes how far it came.
 struct CancelAt {
     layer: usize,
-    cancel: Arc<std::sync::atomic::AtomicBool>,
-    last: Arc<std::sync::atomic::AtomicUsize>,
+    cancel: Arc<AtomicBool>,
+    last: Arc<AtomicUsize>,
 }
 
 impl Observer for CancelAt {
     fn after_layer(&mut self, layer: LayerIdx, _hidden: &mut [f32]) -> ControlFlow<()> {
-        self.last.store(layer.0, std::sync::atomic::Ordering::SeqCst);
+        self.last.store(layer.0, SeqCst);
         if layer.0 == self.layer {
-            self.cancel.store(true, std::sync::atomic::Ordering::SeqCst);
+            self.cancel.store(true, SeqCst);
         }
         ControlFlow::Continue(())
     }
@@ -289,7 +419,7 @@ fn cancelling_takes_effect_within_a_layer_and_leaves_the_session_at_a_whole_toke
         let done = submit(&shared, request, |_| ControlFlow::Continue(())).expect("it is taken");
         let done = done.recv().expect("it ends");
         assert!(matches!(done.outcome, Ok(FinishReason::Cancelled)));
-        assert_eq!(last.load(std::sync::atomic::Ordering::SeqCst), 1, "no layer saw it after that");
+        assert_eq!(last.load(SeqCst), 1, "no layer saw it after that");
         assert!(done.state.tokens.is_empty(), "it had seen no whole piece");
     });
 }

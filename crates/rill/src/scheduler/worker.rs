@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::agenda::{Agenda, Need};
-use super::{Ended, Event, Request, RequestStatistics, Shared, Sink};
+use super::{Ended, Event, Prefix, Request, RequestStatistics, Shared, Sink};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::experts::LayerIdx;
 use crate::generate::FinishReason;
+use crate::prefix::Prefixes;
 use crate::sampler::Sampler;
 use crate::session::Session;
 use crate::step::{Logits, Observer, Part};
@@ -25,6 +26,7 @@ pub(super) struct Worker {
     /// In the order in which they are let in.
     waiting: Vec<Job>,
     running: Vec<Job>,
+    prefixes: Prefixes,
     step: u64,
 }
 
@@ -43,6 +45,7 @@ pub(super) struct Job {
     watch: Watch,
     sink: Sink,
     last_step: u64,
+    prefix: Option<Prefix>,
     /// A step of several sessions with it failed, and it is not known whose fault that was.
     suspect: bool,
     submitted: Instant,
@@ -66,8 +69,9 @@ impl Worker {
         max_sessions: usize,
         agenda: Agenda,
     ) -> Self {
+        let prefixes = Prefixes::new(engine.plan().options.snapshot_bytes);
         let (waiting, running) = (Vec::new(), Vec::new());
-        Self { engine, shared, max_sessions, agenda, waiting, running, step: 0 }
+        Self { engine, shared, max_sessions, agenda, waiting, running, prefixes, step: 0 }
     }
 
     /// Serves until the scheduler closes.
@@ -115,7 +119,13 @@ impl Worker {
         let mut at = 0;
         while at < self.waiting.len() && self.running.len() < self.max_sessions.max(1) {
             match self.waiting[at].session.admit() {
-                Ok(()) => self.running.push(self.waiting.remove(at)),
+                Ok(()) => {
+                    let mut job = self.waiting.remove(at);
+                    match job.look_for_beginning(&mut self.prefixes) {
+                        Ok(()) => self.running.push(job),
+                        Err(error) => job.end(Err(error)),
+                    }
+                }
                 // Somebody's end will make room.
                 Err(_) if !self.running.is_empty() => at += 1,
                 Err(error) => self.waiting.remove(at).end(Err(error)),
@@ -137,7 +147,7 @@ impl Worker {
             Some(suspect) => {
                 let room = self.engine.plan().prefill_chunk;
                 let mut tokens = vec![0; self.running.len()];
-                tokens[suspect] = self.running[suspect].remaining().clamp(1, room);
+                tokens[suspect] = self.running[suspect].piece().clamp(1, room);
                 tokens
             }
             None => {
@@ -178,7 +188,11 @@ impl Worker {
             let end = match n {
                 0 => None,
                 n => match outcomes.next().expect("one for each that took part") {
-                    Ok(Some(logits)) => job.advance(n, &logits, &self.engine),
+                    Ok(Some(logits)) => {
+                        let end = job.advance(n, &logits, &self.engine);
+                        job.keep_beginning(&mut self.prefixes, end.is_some());
+                        end
+                    }
                     // Why it was stopped is seen before the next step.
                     Ok(None) => Some(Ok(job.watch.reason().unwrap_or(FinishReason::Cancelled))),
                     Err(error) => Some(Err(error)),
@@ -211,7 +225,10 @@ impl Job {
         shared: Arc<Shared>,
         sink: Sink,
     ) -> Result<Self, Error> {
-        let Request { session, prompt, options, priority, deadline, observer } = request;
+        let Request { session, prompt, options, priority, deadline, observer, mut prefix } =
+            request;
+        // Positions in the prompt are positions in the session only then.
+        prefix = prefix.filter(|_| session.position() == 0);
         let cancel = options.cancel;
         Ok(Self {
             session,
@@ -225,6 +242,7 @@ impl Job {
             watch: Watch { cancel, shared, deadline, inner: observer },
             sink,
             last_step: 0,
+            prefix,
             suspect: false,
             submitted: Instant::now(),
             first_step: None,
@@ -239,7 +257,34 @@ impl Job {
     }
 
     fn need(&self) -> Need {
-        Need { prompt: self.remaining(), priority: self.priority, last_step: self.last_step }
+        Need { prompt: self.piece(), priority: self.priority, last_step: self.last_step }
+    }
+
+    /// Tokens of the prompt up to where others may begin to differ.
+    fn piece(&self) -> usize {
+        let boundaries = self.prefix.iter().flat_map(|prefix| &prefix.boundaries);
+        let next = boundaries.copied().find(|&boundary| boundary > self.prefilled);
+        next.map_or(self.prompt.len(), |next| next.min(self.prompt.len())) - self.prefilled
+    }
+
+    /// Goes on from an earlier request that began with the same tokens.
+    fn look_for_beginning(&mut self, prefixes: &mut Prefixes) -> Result<(), Error> {
+        let Some(prefix) = &self.prefix else { return Ok(()) };
+        if let Some(snapshot) = prefixes.find(&prefix.namespace, &self.prompt) {
+            self.session.restore(&snapshot)?;
+            self.prefilled = snapshot.tokens().len();
+            self.statistics.reused_tokens = self.prefilled;
+        }
+        Ok(())
+    }
+
+    /// Keeps what others may go on from.
+    fn keep_beginning(&mut self, prefixes: &mut Prefixes, ended: bool) {
+        let Some(prefix) = &self.prefix else { return };
+        if ended || prefix.boundaries.contains(&self.session.position()) {
+            // Without room for it the next one has to run more: that is all.
+            let _ = prefixes.keep(&prefix.namespace, &self.session);
+        }
     }
 
     /// Its part of a step, with the next `n` tokens.
@@ -263,7 +308,7 @@ impl Job {
         self.suspect = false;
         if self.remaining() > 0 {
             self.prefilled += n;
-            self.statistics.prompt_tokens = self.prefilled;
+            self.statistics.prompt_tokens += n;
             self.tell(Event::Prefilled { tokens: self.prefilled, of: self.prompt.len() });
         }
         if self.remaining() > 0 {
