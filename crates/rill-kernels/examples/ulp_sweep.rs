@@ -20,7 +20,8 @@ const FUNCTIONS: [Function; 4] = [
 /// A kernel over some inputs; its result replaces a copy of them.
 type Kernel = (&'static str, fn(&Kernels, &[f32], &mut [f32]));
 
-const KERNELS: [Kernel; 4] = [
+const KERNELS: [Kernel; 5] = [
+    ("exp", |k, _, out| k.exp(out)),
     ("sigmoid", |k, _, out| k.sigmoid(out)),
     ("situ_product", |k, x, out| k.situ_product(out, x, 4.0, 25.0)),
     ("decay_bounded", |k, x, out| k.decay_bounded(x, &vec![0.0; x.len()], 1.0, -5.0, out)),

@@ -353,6 +353,14 @@ pub(crate) fn situ_product(gate: &mut [f32], up: &[f32], beta: f32, linear_beta:
     }
 }
 
+/// `x = e^x`.
+#[inline(always)]
+pub(crate) fn exp(x: &mut [f32]) {
+    for x in x {
+        *x = math::exp(*x);
+    }
+}
+
 /// `x = sigmoid(x)`.
 #[inline(always)]
 pub(crate) fn sigmoid(x: &mut [f32]) {

@@ -81,6 +81,7 @@ table! {
     sigmoid_gate(x: &mut [f32], gate: &[f32]);
     silu_product(gate: &mut [f32], up: &[f32]);
     situ_product(gate: &mut [f32], up: &[f32], beta: f32, linear_beta: f32);
+    exp(x: &mut [f32]);
     sigmoid(x: &mut [f32]);
     softmax(x: &mut [f32]);
     axpy(a: f32, x: &[f32], y: &mut [f32]);
@@ -415,6 +416,11 @@ impl Kernels {
     pub fn situ_product(&self, gate: &mut [f32], up: &[f32], beta: f32, linear_beta: f32) {
         assert_eq!(gate.len(), up.len());
         call!(self.situ_product(gate, up, beta, linear_beta));
+    }
+
+    /// `x = e^x`.
+    pub fn exp(&self, x: &mut [f32]) {
+        call!(self.exp(x));
     }
 
     /// `x = sigmoid(x)`.

@@ -647,10 +647,11 @@ fn short_convolution_remembers_its_three_previous_inputs() {
 #[test]
 fn elementwise_kernels_agree_on_every_length_and_on_wild_inputs() {
     type Step = fn(&Kernels, &mut [f32], &[f32]);
-    let steps: [(&str, Step); 12] = [
+    let steps: [(&str, Step); 13] = [
         ("sigmoid_gate", |k, x, y| k.sigmoid_gate(x, y)),
         ("silu_product", |k, x, y| k.silu_product(x, y)),
         ("situ_product", |k, x, y| k.situ_product(x, y, 4.0, 25.0)),
+        ("exp", |k, x, _| k.exp(x)),
         ("sigmoid", |k, x, _| k.sigmoid(x)),
         ("softmax", |k, x, _| k.softmax(x)),
         ("axpy", |k, x, y| k.axpy(0.37, y, x)),
