@@ -38,9 +38,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
             top_p: args.top_p,
             top_k: args.top_k,
             seed: args.seed,
+            ..Sampling::default()
         },
-        stop_tokens: None,
         cancel: cancel.clone(),
+        ..GenerateOptions::default()
     };
     let start = Instant::now();
     let mut session = engine.new_session();
@@ -56,8 +57,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
         match token {
             Ok(token) => {
                 n_tokens += 1;
-                let bytes = tokenizer.token_bytes(token).unwrap_or_default();
-                if reply.push(token, bytes)? {
+                let bytes = tokenizer.token_bytes(token.id).unwrap_or_default();
+                if reply.push(token.id, bytes)? {
                     break;
                 }
             }

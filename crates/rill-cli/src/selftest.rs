@@ -105,7 +105,7 @@ fn ask(folder: Folder, options: Options<'_>) -> Result<String> {
     let options = GenerateOptions { max_tokens: 40, ..Default::default() };
     let mut content = Vec::new();
     for token in engine.generate(&mut session, &prompt, options)? {
-        let token = token?;
+        let token = token?.id;
         if matches!(reader.push(token), rill::chat::ReplyPart::Content) {
             content.extend_from_slice(tokenizer.token_bytes(token).unwrap_or_default());
         }

@@ -229,6 +229,17 @@ pub enum Error {
         expected: &'static str,
     },
 
+    /// Sampling parameters, or a sampler's state, of another vocabulary.
+    #[error("{place} names token {token}, which is not below the vocabulary size {vocab_size}")]
+    UnknownToken {
+        /// Where it is named.
+        place: &'static str,
+        /// The id.
+        token: u32,
+        /// Ids are below this.
+        vocab_size: usize,
+    },
+
     /// Two models that cannot be compared.
     #[error(
         "this model has {found:?} layers, hidden values and tokens, the one to compare with {expected:?}; \

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::experts::LayerIdx;
-use crate::sampler::{Sampler, Sampling};
+use crate::sampler::{Logprobs, Sampler, SamplerState, Sampling, TokenFilter};
 use crate::session::Session;
 use crate::step::{Logits, Observer};
 
@@ -18,8 +18,14 @@ pub struct GenerateOptions {
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
+    /// Goes on where another generation's sampler was, instead of at the seed. See
+    /// [`Generation::sampler_state`].
+    pub resume: Option<SamplerState>,
     /// Tokens that end the text and are not part of it; `None` means the model's own.
     pub stop_tokens: Option<Vec<u32>>,
+    /// Gives every token its log-probability and those of this many of the likeliest; `None` saves
+    /// the work.
+    pub logprobs: Option<usize>,
     /// Set it to stop within one layer's time, keeping what has been generated.
     pub cancel: Arc<AtomicBool>,
 }
@@ -29,7 +35,9 @@ impl Default for GenerateOptions {
         Self {
             max_tokens: 512,
             sampling: Sampling::default(),
+            resume: None,
             stop_tokens: None,
+            logprobs: None,
             cancel: Arc::default(),
         }
     }
@@ -44,6 +52,8 @@ pub enum FinishReason {
     Length,
     /// The model's context is full.
     ContextFull,
+    /// The filter, or the bias, forbade every token.
+    NothingAllowed,
     /// The caller asked.
     Cancelled,
     /// Its time was over; only a [`Scheduler`](crate::Scheduler) has deadlines.
@@ -52,15 +62,47 @@ pub enum FinishReason {
     Failed,
 }
 
+/// A generated token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Token {
+    /// Its id.
+    pub id: u32,
+    /// How likely the model thought it, if [`GenerateOptions::logprobs`] asked.
+    pub logprobs: Option<Logprobs>,
+}
+
 /// An iterator over generated tokens.
 ///
 /// A token is yielded before it is run through the model, so when the iteration ends the session
-/// has seen every yielded token but the last.
+/// has seen every yielded token but the last. Tokens that end a text are in
+/// [`GenerateOptions::stop_tokens`]; texts that do are for a [`StopMatcher`]:
+///
+/// ```no_run
+/// # use rill::{Engine, GenerateOptions, Session, StopMatcher, Tokenizer};
+/// # fn f(engine: &Engine, tokenizer: &Tokenizer, session: &mut Session, prompt: &[u32])
+/// # -> Result<(), rill::Error> {
+/// let mut text = tokenizer.decoder();
+/// let mut stop = StopMatcher::new(vec!["\nUser:".to_owned()]);
+/// for token in engine.generate(session, prompt, GenerateOptions::default())? {
+///     let bytes = tokenizer.token_bytes(token?.id).unwrap_or_default();
+///     let step = stop.push(&text.push(bytes));
+///     print!("{}", step.emit);
+///     if step.stopped {
+///         break;
+///     }
+/// }
+/// // What was held back, because it might have become a character or a stop text.
+/// print!("{}{}", stop.push(&text.finish()).emit, stop.finish());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// [`StopMatcher`]: rill_text::StopMatcher
 pub struct Generation<'a> {
     engine: &'a Engine,
     session: &'a mut Session,
-    sampler: Sampler,
-    stop_tokens: Vec<u32>,
+    writer: Writer,
+    filter: Option<&'a mut (dyn TokenFilter + Send)>,
     cancel: Arc<AtomicBool>,
     remaining: usize,
     /// Of the position after the last token that was run.
@@ -90,7 +132,7 @@ impl Engine {
         options: GenerateOptions,
         mut observer: Option<&'a mut (dyn Observer + Send)>,
     ) -> Result<Generation<'a>, Error> {
-        let sampler = Sampler::new(options.sampling)?;
+        let writer = Writer::new(self, session, prompt, &options)?;
         let mut stop = StopWhen { cancel: &options.cancel, inner: &mut observer };
         let mut finish = None;
         let logits = match self.forward_observed(session, prompt, Logits::Last, &mut stop) {
@@ -103,8 +145,8 @@ impl Engine {
         Ok(Generation {
             engine: self,
             session,
-            sampler,
-            stop_tokens: options.stop_tokens.unwrap_or_else(|| self.stop_tokens().to_vec()),
+            writer,
+            filter: None,
             cancel: options.cancel,
             remaining: options.max_tokens,
             logits,
@@ -115,13 +157,26 @@ impl Engine {
     }
 }
 
-impl Generation<'_> {
+impl<'a> Generation<'a> {
+    /// Lets `filter` forbid tokens.
+    pub fn filtered(mut self, filter: &'a mut (dyn TokenFilter + Send)) -> Self {
+        self.filter = Some(filter);
+        self
+    }
+
+    /// What the sampler remembers. Saved with the session and given to
+    /// [`GenerateOptions::resume`], with the last yielded token as the prompt, the text goes on as if
+    /// it had not been broken off.
+    pub fn sampler_state(&self) -> &SamplerState {
+        self.writer.sampler.state()
+    }
+
     /// Why the iteration ended; `None` while it goes on.
     pub fn finish_reason(&self) -> Option<FinishReason> {
         self.finish
     }
 
-    fn step(&mut self) -> Result<u32, Result<FinishReason, Error>> {
+    fn step(&mut self) -> Result<Token, Result<FinishReason, Error>> {
         if self.cancel.load(Ordering::Relaxed) {
             return Err(Ok(FinishReason::Cancelled));
         }
@@ -138,18 +193,16 @@ impl Generation<'_> {
                 error => Err(error),
             })?;
         }
-        let token = self.sampler.sample(&self.logits);
-        if self.stop_tokens.contains(&token) {
-            return Err(Ok(FinishReason::Stop));
-        }
+        let filter = self.filter.as_mut().map(|filter| &mut **filter as &mut dyn TokenFilter);
+        let token = self.writer.next(&self.logits, filter).map_err(Ok)?;
         self.remaining -= 1;
-        self.pending = Some(token);
+        self.pending = Some(token.id);
         Ok(token)
     }
 }
 
 impl Iterator for Generation<'_> {
-    type Item = Result<u32, Error>;
+    type Item = Result<Token, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.finish.is_some() {
@@ -166,6 +219,61 @@ impl Iterator for Generation<'_> {
                 Some(Err(error))
             }
         }
+    }
+}
+
+/// Chooses the tokens of one text.
+pub(crate) struct Writer {
+    pub(crate) sampler: Sampler,
+    stop_tokens: Vec<u32>,
+    logprobs: Option<usize>,
+}
+
+impl Writer {
+    /// For what follows `prompt`, which follows what the session has seen.
+    pub(crate) fn new(
+        engine: &Engine,
+        session: &Session,
+        prompt: &[u32],
+        options: &GenerateOptions,
+    ) -> Result<Self, Error> {
+        let vocab_size = engine.config().vocab_size;
+        let sampling = options.sampling.clone();
+        let mut sampler = match options.resume.clone() {
+            None => Sampler::new(sampling, vocab_size)?,
+            Some(state) => Sampler::resume(sampling, vocab_size, state)?,
+        };
+        sampler.accept_prompt(session.tokens());
+        sampler.accept_prompt(prompt);
+        let stop_tokens = options.stop_tokens.as_deref().unwrap_or(engine.stop_tokens()).to_vec();
+        Ok(Self { sampler, stop_tokens, logprobs: options.logprobs })
+    }
+
+    /// The next token, or why the text has ended.
+    pub(crate) fn next(
+        &mut self,
+        logits: &[f32],
+        filter: Option<&mut dyn TokenFilter>,
+    ) -> Result<Token, FinishReason> {
+        let id = match filter {
+            None => self.choose(logits)?,
+            Some(filter) => {
+                // A copy: log-probabilities are of what the model said.
+                let mut masked = logits.to_vec();
+                filter.mask(&mut masked);
+                let id = self.choose(&masked)?;
+                filter.accept(id);
+                id
+            }
+        };
+        self.sampler.accept(id);
+        let logprobs = self.logprobs.map(|n| self.sampler.logprobs(logits, id, n));
+        Ok(Token { id, logprobs })
+    }
+
+    fn choose(&mut self, logits: &[f32]) -> Result<u32, FinishReason> {
+        let id = self.sampler.sample(logits).ok_or(FinishReason::NothingAllowed)?;
+        if self.stop_tokens.contains(&id) { Err(FinishReason::Stop) } else { Ok(id) }
     }
 }
 

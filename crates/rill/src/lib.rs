@@ -13,7 +13,7 @@
 //! let mut session = engine.new_session();
 //! let mut text = tokenizer.decoder();
 //! for token in engine.generate(&mut session, &prompt, GenerateOptions::default())? {
-//!     let bytes = tokenizer.token_bytes(token?).unwrap_or_default();
+//!     let bytes = tokenizer.token_bytes(token?.id).unwrap_or_default();
 //!     print!("{}", text.push(bytes));
 //! }
 //! # Ok::<(), rill::Error>(())
@@ -56,7 +56,7 @@ pub use describe::{Description, FormatShare, describe};
 pub use engine::{Engine, EngineOptions, KernelChoice, ModelSummary, open_tokenizer, read_config};
 pub use error::{Error, ExpertError};
 pub use experts::{Expert, ExpertId, ExpertSource, LayerIdx};
-pub use generate::{FinishReason, GenerateOptions, Generation};
+pub use generate::{FinishReason, GenerateOptions, Generation, Token};
 pub use perplexity::Perplexity;
 pub use rill_format::{Checkpoint, Folder, FormatError};
 pub use rill_stream::machine::Pressure;
@@ -64,9 +64,9 @@ pub use rill_stream::policy::Learned;
 pub use rill_stream::{
     CacheCounters, DirectReads, Occupancy, ReadError, ReadTotals, Storage, StreamError, Trace,
 };
-pub use rill_text::{TextError, Tokenizer, chat};
+pub use rill_text::{StopMatcher, StopStep, TextError, Tokenizer, Utf8Stream, chat};
 pub use routing::{ForcedRouting, RoutingRecorder};
-pub use sampler::{Sampler, Sampling, likelier_first};
+pub use sampler::{Logprobs, Sampler, SamplerState, Sampling, TokenFilter, likelier_first};
 pub use scheduler::{
     Answer, Canceller, Ended, Event, Prefix, Request, RequestStatistics, Scheduler,
     SchedulerOptions,

@@ -19,7 +19,8 @@ use self::agenda::Agenda;
 use self::worker::{Job, Worker};
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::generate::{FinishReason, GenerateOptions};
+use crate::generate::{FinishReason, GenerateOptions, Token};
+use crate::sampler::{SamplerState, TokenFilter};
 use crate::session::Session;
 use crate::step::Observer;
 
@@ -57,6 +58,8 @@ pub struct Request {
     pub deadline: Option<Instant>,
     /// Sees every step of it.
     pub observer: Option<Box<dyn Observer + Send>>,
+    /// Forbids tokens.
+    pub filter: Option<Box<dyn TokenFilter + Send>>,
     /// Go on from an earlier request that began with the same tokens, and be such a one for later
     /// requests. Only for sessions that have seen nothing, on an engine with room for snapshots
     /// ([`EngineOptions::snapshot_bytes`](crate::EngineOptions::snapshot_bytes)).
@@ -76,7 +79,16 @@ pub struct Prefix {
 impl Request {
     /// A request of ordinary priority.
     pub fn new(session: Session, prompt: Vec<u32>, options: GenerateOptions) -> Self {
-        Self { session, prompt, options, priority: 0, deadline: None, observer: None, prefix: None }
+        Self {
+            session,
+            prompt,
+            options,
+            priority: 0,
+            deadline: None,
+            observer: None,
+            filter: None,
+            prefix: None,
+        }
     }
 }
 
@@ -91,7 +103,7 @@ pub enum Event {
         of: usize,
     },
     /// A token has been written. The session sees it when the next one is.
-    Token(u32),
+    Token(Token),
     /// Nothing comes any more.
     Ended(Box<Ended>),
 }
@@ -101,6 +113,8 @@ pub enum Event {
 pub struct Ended {
     /// Its session, at the last whole token it has seen.
     pub session: Session,
+    /// What its sampler remembers, for [`GenerateOptions::resume`].
+    pub sampler: SamplerState,
     /// Why it ended.
     pub outcome: Result<FinishReason, Error>,
     /// What it took.

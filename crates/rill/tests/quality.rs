@@ -21,7 +21,7 @@ fn ask(engine: &Engine, tokenizer: &Tokenizer, question: &str) -> String {
     let options = GenerateOptions { max_tokens: 60, ..Default::default() };
     let mut content = Vec::new();
     for token in engine.generate(&mut session, &prompt, options).expect("the prompt runs") {
-        let token = token.expect("every step runs");
+        let token = token.expect("every step runs").id;
         if matches!(reader.push(token), ReplyPart::Content) {
             content.extend_from_slice(tokenizer.token_bytes(token).expect("a known token"));
         }

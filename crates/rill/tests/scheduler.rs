@@ -13,7 +13,7 @@ use common::{floor_bytes, k3_tiny, kimi_linear_tiny, within_a_minute};
 use proptest::prelude::*;
 use rill::{
     CachePolicy, Ended, Engine, EngineOptions, Error, Event, FinishReason, Folder, GenerateOptions,
-    LayerIdx, Observer, Prefix, Request, Sampling, Scheduler, SchedulerOptions, Session,
+    LayerIdx, Observer, Prefix, Request, Sampling, Scheduler, SchedulerOptions, Session, Token,
 };
 
 const CONTEXT: usize = 64;
@@ -40,7 +40,14 @@ fn scheduler(engine: &Arc<Engine>, options: SchedulerOptions) -> Scheduler {
 fn options(max_tokens: usize, seed: u64) -> GenerateOptions {
     GenerateOptions {
         max_tokens,
-        sampling: Sampling { temperature: 1.0, seed, ..Sampling::default() },
+        sampling: Sampling {
+            temperature: 1.0,
+            repetition_penalty: 1.2,
+            presence_penalty: 0.5,
+            seed,
+            ..Sampling::default()
+        },
+        logprobs: Some(2),
         stop_tokens: Some(Vec::new()),
         ..GenerateOptions::default()
     }
@@ -53,7 +60,7 @@ fn prompt(n: usize, seed: u64) -> Vec<u32> {
 /// What is left of a request when it has ended; its session has been given back.
 #[derive(Debug)]
 struct Done {
-    written: Vec<u32>,
+    written: Vec<Token>,
     outcome: Result<FinishReason, Error>,
     state: State,
 }
@@ -282,7 +289,7 @@ fn ask(
     prompt: &[u32],
     boundaries: &[usize],
     namespace: &str,
-) -> (Vec<u32>, [usize; 2]) {
+) -> (Vec<Token>, [usize; 2]) {
     let session = shared.engine().new_session();
     let mut request = Request::new(session, prompt.to_vec(), options(4, 5));
     request.prefix = Some(Prefix { namespace: namespace.into(), boundaries: boundaries.to_vec() });
@@ -322,6 +329,7 @@ fn a_second_turn_of_a_long_conversation_asks_for_the_experts_of_its_new_tokens_a
         let first = prompt(480, 1);
         let (answer, ran) = ask(&shared, &first, &[], "");
         assert_eq!(ran, [480, 0]);
+        let answer = answer.iter().map(|token| token.id).collect();
         let second = [first, answer, prompt(7, 2)].concat();
 
         let counting = Counting::default();

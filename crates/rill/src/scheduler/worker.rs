@@ -12,9 +12,9 @@ use super::{Ended, Event, Prefix, Request, RequestStatistics, Shared, Sink};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::experts::LayerIdx;
-use crate::generate::FinishReason;
+use crate::generate::{FinishReason, Writer};
 use crate::prefix::Prefixes;
-use crate::sampler::Sampler;
+use crate::sampler::TokenFilter;
 use crate::session::Session;
 use crate::step::{Logits, Observer, Part};
 
@@ -38,8 +38,8 @@ pub(super) struct Job {
     prefilled: usize,
     /// Written, and not seen by the session yet.
     pending: Option<u32>,
-    sampler: Sampler,
-    stop_tokens: Vec<u32>,
+    writer: Writer,
+    filter: Option<Box<dyn TokenFilter + Send>>,
     max_tokens: usize,
     priority: i32,
     watch: Watch,
@@ -225,18 +225,19 @@ impl Job {
         shared: Arc<Shared>,
         sink: Sink,
     ) -> Result<Self, Error> {
-        let Request { session, prompt, options, priority, deadline, observer, mut prefix } =
+        let Request { session, prompt, options, priority, deadline, observer, filter, prefix } =
             request;
         // Positions in the prompt are positions in the session only then.
-        prefix = prefix.filter(|_| session.position() == 0);
+        let prefix = prefix.filter(|_| session.position() == 0);
+        let writer = Writer::new(engine, &session, &prompt, &options)?;
         let cancel = options.cancel;
         Ok(Self {
             session,
             prompt,
             prefilled: 0,
             pending: None,
-            sampler: Sampler::new(options.sampling)?,
-            stop_tokens: options.stop_tokens.unwrap_or_else(|| engine.stop_tokens().to_vec()),
+            writer,
+            filter,
             max_tokens: options.max_tokens,
             priority,
             watch: Watch { cancel, shared, deadline, inner: observer },
@@ -318,12 +319,13 @@ impl Job {
         if self.statistics.written_tokens == self.max_tokens {
             return Some(Ok(FinishReason::Length));
         }
-        let token = self.sampler.sample(logits);
-        if self.stop_tokens.contains(&token) {
-            return Some(Ok(FinishReason::Stop));
-        }
+        let filter = self.filter.as_mut().map(|filter| &mut **filter as &mut dyn TokenFilter);
+        let token = match self.writer.next(logits, filter) {
+            Ok(token) => token,
+            Err(reason) => return Some(Ok(reason)),
+        };
         self.first_token.get_or_insert_with(Instant::now);
-        self.pending = Some(token);
+        self.pending = Some(token.id);
         self.statistics.written_tokens += 1;
         self.tell(Event::Token(token));
         if self.statistics.written_tokens == self.max_tokens {
@@ -349,8 +351,9 @@ impl Job {
         self.statistics.queued = first_step - self.submitted;
         self.statistics.prefill = first_token - first_step;
         self.statistics.decode = now - first_token;
-        let Self { session, statistics, mut sink, .. } = self;
-        let ended = Box::new(Ended { session, outcome, statistics });
+        let Self { session, writer, statistics, mut sink, .. } = self;
+        let sampler = writer.sampler.into_state();
+        let ended = Box::new(Ended { session, sampler, outcome, statistics });
         let _ = catch_unwind(AssertUnwindSafe(|| sink(Event::Ended(ended))));
     }
 }
