@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
-use rill::KernelChoice;
+use rill::{KernelChoice, Sampling};
 use rill_convert::{ExpertCodec, TrunkCodec};
 use rill_kernels::{Kernels, NoSuchKernels};
 
@@ -168,25 +168,18 @@ pub(crate) struct RunArgs {
     #[arg(short = 'n', long, value_name = "N", default_value_t = 512, value_parser = whole_number)]
     pub(crate) max_tokens: usize,
 
-    /// Randomness; 0 always takes the most likely token
-    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
-    pub(crate) temp: f32,
-
-    /// Sample from the most likely tokens whose probabilities add up to this
-    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = probability)]
-    pub(crate) top_p: f32,
-
-    /// Sample from this many of the most likely tokens; 0 means all
-    #[arg(long, value_name = "K", default_value_t = 0, value_parser = whole_number)]
-    pub(crate) top_k: usize,
-
-    /// Start of the random numbers: the same seed gives the same text
-    #[arg(long, value_name = "S", default_value_t = 0)]
-    pub(crate) seed: u64,
-
     /// End at this text, which is not printed; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) stop: Vec<String>,
+
+    /// Print JSON when all is done: the text, why it ended, and its tokens
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Give every token its log-probability, and this many of the likeliest tokens with theirs; as the
+    /// model has them, whatever the sampling
+    #[arg(long, value_name = "N", requires = "json", value_parser = whole_number)]
+    pub(crate) logprobs: Option<usize>,
 
     /// Print no statistics and no progress
     #[arg(short, long)]
@@ -197,7 +190,67 @@ pub(crate) struct RunArgs {
     pub(crate) stats_json: Option<PathBuf>,
 
     #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
     pub(crate) engine: EngineArgs,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Sampling")]
+pub(crate) struct SamplingArgs {
+    /// Randomness; 0 always takes the most likely token
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
+    pub(crate) temp: f32,
+
+    /// Sample from this many of the most likely tokens; 0 means all
+    #[arg(long, value_name = "K", default_value_t = 0, value_parser = whole_number)]
+    pub(crate) top_k: usize,
+
+    /// Sample from the most likely tokens whose probabilities add up to this
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = probability)]
+    pub(crate) top_p: f32,
+
+    /// Sample from tokens at least this likely, as a share of the most likely one's probability; 0
+    /// means all
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = part)]
+    pub(crate) min_p: f32,
+
+    /// Weaken tokens of the prompt and of the reply: logits above 0 are divided by this, others
+    /// multiplied; 1 changes nothing
+    #[arg(long, value_name = "R", default_value_t = 1.0, value_parser = factor)]
+    pub(crate) repetition_penalty: f32,
+
+    /// Weaken tokens of the reply: taken off their logits once
+    #[arg(long, value_name = "A", default_value_t = 0.0, value_parser = finite)]
+    pub(crate) presence_penalty: f32,
+
+    /// Weaken tokens of the reply: taken off their logits as often as they were written
+    #[arg(long, value_name = "A", default_value_t = 0.0, value_parser = finite)]
+    pub(crate) frequency_penalty: f32,
+
+    /// Add to the logit of a token, such as 42=-1.5; -inf forbids it. May be given several times
+    #[arg(long, value_name = "ID=VALUE", value_parser = bias)]
+    pub(crate) logit_bias: Vec<(u32, f32)>,
+
+    /// Start of the random numbers: the same seed gives the same text
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    pub(crate) seed: u64,
+}
+
+impl SamplingArgs {
+    pub(crate) fn sampling(&self) -> Sampling {
+        Sampling {
+            temperature: self.temp,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: self.logit_bias.clone(),
+            seed: self.seed,
+        }
+    }
 }
 
 #[derive(Debug, clap::Args)]
@@ -783,6 +836,39 @@ fn probability(text: &str) -> Result<f32, String> {
         Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
         _ => Err("expected a number above 0 and at most 1, such as 0.95".to_owned()),
     }
+}
+
+fn part(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(p) if (0.0..=1.0).contains(&p) => Ok(p),
+        _ => Err("expected a number from 0 to 1, such as 0.05".to_owned()),
+    }
+}
+
+fn factor(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(f) if f.is_finite() && f > 0.0 => Ok(f),
+        _ => Err("expected a number above 0, such as 1.1".to_owned()),
+    }
+}
+
+fn finite(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(x) if x.is_finite() => Ok(x),
+        _ => Err("expected a number, such as 0.5".to_owned()),
+    }
+}
+
+fn bias(text: &str) -> Result<(u32, f32), String> {
+    let parts = text.split_once('=').and_then(|(token, bias)| {
+        let bias = bias.parse().ok().filter(|&b: &f32| b < f32::INFINITY)?;
+        Some((token.parse().ok()?, bias))
+    });
+    parts.ok_or_else(|| {
+        "expected a token id, = and a number, such as 42=-1.5, or 42=-inf to forbid the token; `rill \
+         tokenize` tells ids"
+            .to_owned()
+    })
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use rill::chat::{ChatFormat, ReplyPart, ReplyReader};
-use rill::{FinishReason, GenerateOptions, Sampling, Tokenizer};
-use rill_text::{StopMatcher, Utf8Stream};
+use rill::{FinishReason, GenerateOptions, StopMatcher, Token, Tokenizer, Utf8Stream};
+use serde_json::{Value, json};
 
 use crate::args::RunArgs;
 use crate::model::{Model, Needs};
@@ -33,13 +33,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     let cancel = interrupt_flag()?;
     let options = GenerateOptions {
         max_tokens: args.max_tokens,
-        sampling: Sampling {
-            temperature: args.temp,
-            top_p: args.top_p,
-            top_k: args.top_k,
-            seed: args.seed,
-            ..Sampling::default()
-        },
+        sampling: args.sampling.sampling(),
+        logprobs: args.logprobs,
         cancel: cancel.clone(),
         ..GenerateOptions::default()
     };
@@ -52,11 +47,15 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
 
     let mut reply = Reply::new(reader, args);
     let mut n_tokens = 0;
+    let mut tokens = Vec::new();
     let mut failure = None;
     for token in &mut generation {
         match token {
             Ok(token) => {
                 n_tokens += 1;
+                if args.json {
+                    tokens.push(token_json(&tokenizer, &token));
+                }
                 let bytes = tokenizer.token_bytes(token.id).unwrap_or_default();
                 if reply.push(token.id, bytes)? {
                     break;
@@ -65,10 +64,29 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
             Err(error) => failure = Some(error),
         }
     }
-    reply.finish()?;
+    let collected = reply.finish()?;
     let total = start.elapsed();
     let finish = generation.finish_reason();
     let counters = engine.counters();
+    if let Some(Collected { reasoning, content }) = collected {
+        let reasoning = args.think.then_some(reasoning);
+        let finish = match finish {
+            // The reply was over, or had a stop text.
+            None | Some(FinishReason::Stop) => "stop",
+            Some(FinishReason::Length) => "length",
+            Some(FinishReason::ContextFull) => "context_full",
+            Some(FinishReason::NothingAllowed) => "nothing_allowed",
+            Some(FinishReason::Cancelled | FinishReason::Deadline) => "interrupted",
+            Some(FinishReason::Failed) => "failed",
+        };
+        let all = json!({
+            "reasoning": reasoning,
+            "content": content,
+            "finish": finish,
+            "tokens": tokens,
+        });
+        print(format!("{all}\n"))?;
+    }
     if !args.quiet {
         note(&format!(
             "prompt {}; generated {}; {} threads, {} kernels{}\n{}",
@@ -79,6 +97,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
             match finish {
                 Some(FinishReason::Length) => "; stopped at --max-tokens",
                 Some(FinishReason::ContextFull) => "; stopped because the context is full",
+                Some(FinishReason::NothingAllowed) => "; stopped because every token is forbidden",
                 Some(FinishReason::Cancelled) => "; interrupted",
                 _ => "",
             },
@@ -117,7 +136,7 @@ fn encode(
     Ok((ids, Some(format.reply_reader(tokenizer, args.think))))
 }
 
-/// Prints a reply as it is generated.
+/// Prints a reply as it is generated, or collects it for JSON.
 struct Reply {
     /// `None`: everything is content.
     reader: Option<ReplyReader>,
@@ -127,6 +146,23 @@ struct Reply {
     stop: StopMatcher,
     in_reasoning: bool,
     ends_with_newline: bool,
+    /// `None`: it is printed.
+    collected: Option<Collected>,
+}
+
+#[derive(Default)]
+struct Collected {
+    reasoning: String,
+    content: String,
+}
+
+/// What a piece of text that is shown is.
+#[derive(Clone, Copy)]
+enum Shown {
+    Reasoning,
+    Content,
+    /// The lines around the reasoning.
+    Mark,
 }
 
 impl Reply {
@@ -139,6 +175,7 @@ impl Reply {
             stop: StopMatcher::new(args.stop.clone()),
             in_reasoning: false,
             ends_with_newline: false,
+            collected: args.json.then(Collected::default),
         }
     }
 
@@ -149,10 +186,10 @@ impl Reply {
                 if self.show_reasoning {
                     if !self.in_reasoning {
                         self.in_reasoning = true;
-                        self.show("<think>\n")?;
+                        self.show(Shown::Mark, "<think>\n")?;
                     }
                     let text = self.reasoning.push(bytes);
-                    self.show(&text)?;
+                    self.show(Shown::Reasoning, &text)?;
                 }
                 Ok(false)
             }
@@ -160,7 +197,7 @@ impl Reply {
                 self.end_reasoning()?;
                 let text = self.content.push(bytes);
                 let step = self.stop.push(&text);
-                self.show(&step.emit)?;
+                self.show(Shown::Content, &step.emit)?;
                 Ok(step.stopped)
             }
             ReplyPart::End => Ok(true),
@@ -168,15 +205,18 @@ impl Reply {
         }
     }
 
-    /// Shows what was held back and ends the last line.
-    fn finish(&mut self) -> Result<()> {
+    /// Shows what was held back and ends the last line. Returns what was collected.
+    fn finish(mut self) -> Result<Option<Collected>> {
         self.end_reasoning()?;
         let text = self.content.finish();
         let step = self.stop.push(&text);
-        self.show(&step.emit)?;
+        self.show(Shown::Content, &step.emit)?;
         let rest = self.stop.finish();
-        self.show(&rest)?;
-        if self.ends_with_newline { Ok(()) } else { print("\n") }
+        self.show(Shown::Content, &rest)?;
+        if !self.ends_with_newline {
+            self.show(Shown::Mark, "\n")?;
+        }
+        Ok(self.collected)
     }
 
     fn end_reasoning(&mut self) -> Result<()> {
@@ -185,18 +225,39 @@ impl Reply {
         }
         self.in_reasoning = false;
         let rest = self.reasoning.finish();
-        self.show(&rest)?;
+        self.show(Shown::Reasoning, &rest)?;
         let line = if self.ends_with_newline { "</think>\n" } else { "\n</think>\n" };
-        self.show(line)
+        self.show(Shown::Mark, line)
     }
 
-    fn show(&mut self, text: &str) -> Result<()> {
+    fn show(&mut self, what: Shown, text: &str) -> Result<()> {
         if text.is_empty() {
             return Ok(());
         }
-        self.ends_with_newline = text.ends_with('\n');
-        print(text)
+        let Some(collected) = &mut self.collected else {
+            self.ends_with_newline = text.ends_with('\n');
+            return print(text);
+        };
+        match what {
+            Shown::Reasoning => collected.reasoning.push_str(text),
+            Shown::Content => collected.content.push_str(text),
+            Shown::Mark => {}
+        }
+        Ok(())
     }
+}
+
+/// A token of the reply, and what was likely in its place.
+fn token_json(tokenizer: &Tokenizer, token: &Token) -> Value {
+    let text = |id| String::from_utf8_lossy(tokenizer.token_bytes(id).unwrap_or_default());
+    let mut value = json!({ "id": token.id, "text": text(token.id) });
+    if let Some(logprobs) = &token.logprobs {
+        let top = logprobs.top.iter();
+        let top = top.map(|&(id, p)| json!({ "id": id, "text": text(id), "logprob": p }));
+        value["logprob"] = json!(logprobs.chosen);
+        value["top"] = top.collect();
+    }
+    value
 }
 
 fn rate(tokens: usize, time: Duration) -> String {

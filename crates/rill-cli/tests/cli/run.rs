@@ -84,7 +84,7 @@ fn greedy_is_the_default_and_gives_the_same_text_twice() {
     assert_eq!(rill(["run", "--raw", "-n", "30", "--seed", "9", "It was a"]).done(), text);
     assert_eq!(rill(["run", "--raw", "-n", "30", "--temp", "0", "It was a"]).done(), text);
     // One token to choose from leaves nothing to chance.
-    for only_one in [["--top-k", "1"], ["--top-p", "1e-9"]] {
+    for only_one in [["--top-k", "1"], ["--top-p", "1e-9"], ["--min-p", "1"]] {
         let sampled = ["run", "--raw", "-n", "30", "--temp", "1", "It was a"];
         assert_eq!(rill(sampled.iter().chain(&only_one)).done(), text, "{only_one:?}");
     }
@@ -101,6 +101,82 @@ fn a_seed_gives_its_own_text_every_time() {
     // The seed is 0 unless it is given, so that a run can be repeated.
     let unseeded = rill(["run", "--raw", "-n", "30", "--temp", "1", "It was a"]).done();
     assert_eq!(unseeded, seeded("0"));
+}
+
+/// Ids of thirty tokens.
+fn ids(options: &[&str]) -> Vec<u64> {
+    let base = ["run", "-q", "--json", "--raw", "-n", "30", "It was a"];
+    let written = json(rill(base.iter().chain(options)).done());
+    let tokens = written["tokens"].as_array().unwrap();
+    tokens.iter().map(|token| token["id"].as_u64().unwrap()).collect()
+}
+
+fn json(text: String) -> serde_json::Value {
+    serde_json::from_str(&text).unwrap()
+}
+
+#[test]
+fn penalties_and_bias_change_what_is_written() {
+    let plain = ids(&[]);
+    let mut distinct = plain.clone();
+    distinct.sort_unstable();
+    distinct.dedup();
+    assert!(distinct.len() < plain.len(), "it repeats nothing: {plain:?}");
+    // Taken off often enough, nothing is written twice, and negative ones have the first repeated.
+    for penalty in ["--presence-penalty", "--frequency-penalty"] {
+        let mut varied = ids(&[penalty, "100"]);
+        varied.sort_unstable();
+        varied.dedup();
+        assert_eq!(varied.len(), 30, "{penalty}");
+        assert_eq!(ids(&[penalty, "-100"]), [plain[0]; 30], "{penalty}");
+    }
+    assert_ne!(ids(&["--repetition-penalty", "2"]), plain);
+    for bias in ["-100", "-inf"] {
+        let forbidden = format!("{}={bias}", plain[0]);
+        assert!(!ids(&["--logit-bias", &forbidden]).contains(&plain[0]));
+    }
+    let both = ids(&["--logit-bias", "7=100", "--logit-bias", "9=200"]);
+    assert_eq!(both, [9; 30]);
+
+    let unknown = rill(["run", "--logit-bias", "99999999=1", QUESTION]).failed();
+    assert!(unknown.contains("logit_bias names token 99999999"), "{unknown}");
+}
+
+#[test]
+fn json_has_the_text_its_tokens_and_why_it_ended() {
+    let written = json(rill(["run", "--json", QUESTION]).done());
+    assert_eq!(format!("{}\n", written["content"].as_str().unwrap()), ANSWER);
+    assert_eq!(written["finish"], "stop");
+    assert!(written["reasoning"].is_null());
+    assert!(written["tokens"][0].get("logprob").is_none());
+
+    let written = json(rill(["run", "--json", "--think", "-n", "3", QUESTION]).done());
+    assert!(!written["reasoning"].as_str().unwrap().is_empty());
+    assert_eq!((&written["content"], &written["finish"]), (&"".into(), &"length".into()));
+    let stopped = json(rill(["run", "--json", "--stop", "Rome", QUESTION]).done());
+    assert_eq!(stopped["content"], "The capital of Italy is ");
+    assert_eq!(stopped["finish"], "stop");
+
+    let options = ["--json", "--logprobs", "3", "--temp", "1.5"];
+    let raw = ["run", "--raw", "-n", "9", "It was a"];
+    let written = json(rill(raw.iter().chain(&options)).done());
+    let tokens = written["tokens"].as_array().unwrap();
+    let texts = tokens.iter().map(|token| token["text"].as_str().unwrap());
+    assert_eq!(texts.collect::<String>(), written["content"].as_str().unwrap());
+    let mut surprises = 0;
+    for token in tokens {
+        let top = token["top"].as_array().unwrap();
+        let logprobs: Vec<f64> = top.iter().map(|t| t["logprob"].as_f64().unwrap()).collect();
+        assert!(logprobs.len() == 3 && logprobs.is_sorted_by(|a, b| a >= b), "{token}");
+        assert!(logprobs.iter().map(|l| l.exp()).sum::<f64>() <= 1.0 + 1e-6, "{token}");
+        let chosen = token["logprob"].as_f64().unwrap();
+        match top.iter().find(|t| t["id"] == token["id"]) {
+            Some(same) => assert_eq!(same["logprob"], chosen),
+            None => surprises += 1,
+        }
+        assert!(chosen <= logprobs[0], "{token}");
+    }
+    assert!(surprises > 0, "a high temperature leaves the likeliest three now and then");
 }
 
 #[test]
