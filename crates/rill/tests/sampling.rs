@@ -322,6 +322,24 @@ fn a_generation_resumed_from_saved_state_writes_the_rest_of_the_text() {
 }
 
 #[test]
+fn all_that_the_session_has_seen_is_context_but_only_what_was_generated_counts() {
+    let engine = open();
+    let next = |sampling| {
+        let mut session = engine.new_session();
+        engine.forward(&mut session, &PROMPT, Logits::None).unwrap();
+        let options = GenerateOptions { sampling, ..all_options(1) };
+        let mut generation = engine.generate(&mut session, &[40], options).unwrap();
+        generation.next().unwrap().unwrap().id
+    };
+    // Of an earlier turn, and made by far the likeliest.
+    let seen = Sampling { logit_bias: vec![(PROMPT[2], 1000.0)], ..Sampling::default() };
+    assert_eq!(next(seen.clone()), PROMPT[2]);
+    assert_ne!(next(Sampling { repetition_penalty: 1e6, ..seen.clone() }), PROMPT[2]);
+    let penalties = Sampling { presence_penalty: 1e6, frequency_penalty: 1e6, ..seen };
+    assert_eq!(next(penalties), PROMPT[2]);
+}
+
+#[test]
 fn log_probabilities_are_the_models_whatever_the_sampling() {
     let engine = open();
     let logprobs = |n| GenerateOptions { logprobs: n, ..all_options(3) };
