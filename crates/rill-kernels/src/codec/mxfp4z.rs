@@ -40,6 +40,10 @@ mod product;
 mod product_avx2;
 #[cfg(target_arch = "x86_64")]
 mod product_avx512;
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+mod product_neon;
+#[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
+mod slots;
 
 pub use format::Mxfp4zMatrix;
 pub use product::Mxfp4zKernels;

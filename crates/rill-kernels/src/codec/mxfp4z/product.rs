@@ -35,6 +35,10 @@ impl Mxfp4zKernels {
         {
             all.push(Self { name: "avx512", multiply: super::product_avx512::multiply });
         }
+        #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+        if std::arch::is_aarch64_feature_detected!("neon") {
+            all.push(Self { name: "neon", multiply: super::product_neon::multiply });
+        }
         all
     }
 

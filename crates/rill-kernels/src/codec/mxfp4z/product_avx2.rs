@@ -8,7 +8,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::format::Alphabet;
+use super::slots::{Slots, Tables};
 use super::*;
 use crate::codec::{PARTIALS, mxfp4};
 
@@ -36,8 +36,6 @@ const EXPAND: [[u8; LANES]; 256] = {
     all
 };
 
-/// A word by slot, those of table 1 from 128 on: frequency, slot less first slot, and what is read, 16 bits.
-type Slots = [u32; 2 * SLOTS];
 /// A value for every row of a tile.
 type Rows = [f32; TILE];
 /// Partial sums of a tile for every vector.
@@ -47,16 +45,16 @@ type Sums = [[Rows; PARTIALS]; VECTORS];
 #[target_feature(enable = "avx2,fma,popcnt")]
 pub(super) fn multiply(m: &Mxfp4zMatrix<'_>, x: &[f32], n: usize, out: &mut [f32]) {
     m.check(x, n, out);
-    let (tiles, whole, reader) = (m.rows.div_ceil(TILE), m.rows / TILE, Reader::new(m));
+    let (tiles, whole, tables) = (m.rows.div_ceil(TILE), m.rows / TILE, Tables::new(m));
     for v in (0..n).step_by(VECTORS) {
         let vectors = v..n.min(v + VECTORS);
         let mut tile = 0;
         while tile + TILES <= whole {
-            multiply_tiles::<TILES>(m, &reader, x, n, tile, vectors.clone(), out);
+            multiply_tiles::<TILES>(m, &tables, x, n, tile, vectors.clone(), out);
             tile += TILES;
         }
         for tile in tile..tiles {
-            multiply_tiles::<1>(m, &reader, x, n, tile, vectors.clone(), out);
+            multiply_tiles::<1>(m, &tables, x, n, tile, vectors.clone(), out);
         }
     }
 }
@@ -65,7 +63,7 @@ pub(super) fn multiply(m: &Mxfp4zMatrix<'_>, x: &[f32], n: usize, out: &mut [f32
 #[target_feature(enable = "avx2,fma,popcnt")]
 fn multiply_tiles<const T: usize>(
     m: &Mxfp4zMatrix<'_>,
-    reader: &Reader,
+    tables: &Tables,
     x: &[f32],
     n: usize,
     tile: usize,
@@ -76,7 +74,7 @@ fn multiply_tiles<const T: usize>(
     let mut blocks = [Block { weights: [[0.0; TILE]; BLOCK], scales: [0.0; TILE] }; T];
     let mut sums: [Sums; T] = [[[[0.0; TILE]; PARTIALS]; VECTORS]; T];
     for number in 0..m.cols / BLOCK {
-        reader.read(m, &mut streams, &mut blocks);
+        read(tables, m, &mut streams, &mut blocks);
         for (block, sums) in blocks.iter().zip(&mut sums) {
             for (v, sums) in vectors.clone().zip(sums) {
                 let x = &x[v * m.cols + number * BLOCK..];
@@ -147,86 +145,57 @@ impl Stream {
     }
 }
 
-/// What reads blocks of a matrix.
-struct Reader {
-    /// With weights, as bf16, which they are exactly.
-    nibbles: Slots,
-    /// With symbols.
-    exponents: Slots,
-    lower: Option<Slots>,
-}
-
-impl Reader {
-    fn new(m: &Mxfp4zMatrix<'_>) -> Self {
-        let slots = |tables: [&Alphabet; 2], what: &dyn Fn(u8) -> u32| -> Slots {
-            std::array::from_fn(|i| {
-                let (table, slot) = (tables[i / SLOTS], i % SLOTS);
-                let symbol = table.symbol[slot];
-                let of = |list: &[u8; SYMBOLS]| u32::from(list[usize::from(symbol)]);
-                of(&table.frequency) | (slot as u32 - of(&table.first)) << 8 | what(symbol) << 16
-            })
-        };
-        let [first, second] = &m.nibbles;
-        Self {
-            nibbles: slots([first, second], &|s| mxfp4::VALUES[usize::from(s)].to_bits() >> 16),
-            exponents: slots([&m.exponents; 2], &u32::from),
-            lower: m.lower.as_ref().map(|lower| slots([lower; 2], &u32::from)),
+/// Reads the next block of every tile.
+#[expect(clippy::needless_range_loop, reason = "iterators of arrays put registers into memory")]
+#[target_feature(enable = "avx2,popcnt")]
+#[inline]
+fn read<const T: usize>(
+    tables: &Tables,
+    m: &Mxfp4zMatrix<'_>,
+    streams: &mut [Stream; T],
+    blocks: &mut [Block; T],
+) {
+    let none = _mm256_setzero_si256();
+    let mut table1 = [[none; 2]; T];
+    let palette = m.palette.map(u32::from);
+    let split = _mm256_set1_epi32(i32::from(m.split) - 1);
+    for u in 0..T {
+        let stream = &mut streams[u];
+        stream.at = stream.at.min(m.limit());
+        for half in 0..2 {
+            let states = &mut stream.states[half];
+            let i = _mm256_srli_epi32::<16>(step(&tables.exponents, none, states));
+            let second = _mm256_cmpgt_epi32(i, split);
+            table1[u][half] = _mm256_and_si256(second, _mm256_set1_epi32(SLOTS as i32));
+            let e = match &tables.lower {
+                // SAFETY: symbols are below 16.
+                None => unsafe { _mm256_i32gather_epi32::<4>(palette.as_ptr().cast(), i) },
+                Some(lower) => {
+                    let k = _mm256_srli_epi32::<16>(step(lower, none, states));
+                    let e = _mm256_or_si256(_mm256_slli_epi32::<4>(i), k);
+                    _mm256_min_epi32(e, _mm256_set1_epi32(254))
+                }
+            };
+            // 2^-127 is subnormal, its only set bit is the highest of the fraction.
+            let scale = _mm256_max_epi32(_mm256_slli_epi32::<23>(e), _mm256_set1_epi32(1 << 22));
+            store(&mut blocks[u].scales, half, _mm256_castsi256_ps(scale));
+            // SAFETY: at the limit at most, followed by slack for the words of a block.
+            unsafe { fill(m.bytes, &mut stream.at, states, stream.rows[half]) };
         }
     }
-
-    /// Reads the next block of every tile.
-    #[expect(clippy::needless_range_loop, reason = "iterators of arrays put registers into memory")]
-    #[target_feature(enable = "avx2,popcnt")]
-    #[inline]
-    fn read<const T: usize>(
-        &self,
-        m: &Mxfp4zMatrix<'_>,
-        streams: &mut [Stream; T],
-        blocks: &mut [Block; T],
-    ) {
-        let none = _mm256_setzero_si256();
-        let mut table1 = [[none; 2]; T];
-        let palette = m.palette.map(u32::from);
-        let split = _mm256_set1_epi32(i32::from(m.split) - 1);
-        for u in 0..T {
-            let stream = &mut streams[u];
-            stream.at = stream.at.min(m.limit());
-            for half in 0..2 {
+    let upper = _mm256_set1_epi32(!0xffff);
+    for pair in 0..BLOCK / 2 {
+        for half in 0..2 {
+            for u in 0..T {
+                let stream = &mut streams[u];
                 let states = &mut stream.states[half];
-                let i = _mm256_srli_epi32::<16>(step(&self.exponents, none, states));
-                let second = _mm256_cmpgt_epi32(i, split);
-                table1[u][half] = _mm256_and_si256(second, _mm256_set1_epi32(SLOTS as i32));
-                let e = match &self.lower {
-                    // SAFETY: symbols are below 16.
-                    None => unsafe { _mm256_i32gather_epi32::<4>(palette.as_ptr().cast(), i) },
-                    Some(lower) => {
-                        let k = _mm256_srli_epi32::<16>(step(lower, none, states));
-                        let e = _mm256_or_si256(_mm256_slli_epi32::<4>(i), k);
-                        _mm256_min_epi32(e, _mm256_set1_epi32(254))
-                    }
-                };
-                // 2^-127 is subnormal, its only set bit is the highest of the fraction.
-                let scale =
-                    _mm256_max_epi32(_mm256_slli_epi32::<23>(e), _mm256_set1_epi32(1 << 22));
-                store(&mut blocks[u].scales, half, _mm256_castsi256_ps(scale));
-                // SAFETY: at the limit at most, followed by slack for the words of a block.
-                unsafe { fill(m.bytes, &mut stream.at, states, stream.rows[half]) };
-            }
-        }
-        let upper = _mm256_set1_epi32(!0xffff);
-        for pair in 0..BLOCK / 2 {
-            for half in 0..2 {
-                for u in 0..T {
-                    let stream = &mut streams[u];
-                    let states = &mut stream.states[half];
-                    for second in 0..2 {
-                        let word = step(&self.nibbles, table1[u][half], states);
-                        let weights = _mm256_castsi256_ps(_mm256_and_si256(word, upper));
-                        store(&mut blocks[u].weights[2 * pair + second], half, weights);
-                    }
-                    // SAFETY: at the limit at most before the block, whose words the slack has room for.
-                    unsafe { fill(m.bytes, &mut stream.at, states, stream.rows[half]) };
+                for second in 0..2 {
+                    let word = step(&tables.nibbles, table1[u][half], states);
+                    let weights = _mm256_castsi256_ps(_mm256_and_si256(word, upper));
+                    store(&mut blocks[u].weights[2 * pair + second], half, weights);
                 }
+                // SAFETY: at the limit at most before the block, whose words the slack has room for.
+                unsafe { fill(m.bytes, &mut stream.at, states, stream.rows[half]) };
             }
         }
     }
