@@ -2,11 +2,14 @@
 
 mod common;
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use common::demo;
 use proptest::prelude::*;
 use rill::{
-    Engine, EngineOptions, Error, FinishReason, GenerateOptions, Logits, Sampler, SamplerState,
-    Sampling, StopMatcher, Token, TokenFilter,
+    Engine, EngineOptions, Error, FinishReason, GenerateOptions, Logits, Request, Sampler,
+    SamplerState, Sampling, Scheduler, SchedulerOptions, StopMatcher, Token, TokenFilter,
 };
 
 const VOCAB: usize = 64;
@@ -205,6 +208,20 @@ proptest! {
 }
 
 #[test]
+fn a_penalty_that_overflows_does_not_forbid() {
+    let mut sampler = sampler(Sampling {
+        repetition_penalty: 10.0,
+        frequency_penalty: -3e38,
+        logit_bias: vec![(0, -3e38)],
+        ..Sampling::default()
+    });
+    (0..3).for_each(|_| sampler.accept(0));
+    assert_eq!(sampler.sample(&[f32::MIN, f32::NEG_INFINITY]), Some(0));
+    // Not NaN either, which any number would be preferred to.
+    assert_eq!(sampler.sample(&[f32::MIN, f32::MIN]), Some(0));
+}
+
+#[test]
 fn a_bias_of_minus_a_hundred_is_as_good_as_a_ban() {
     for bias in [-100.0, f32::NEG_INFINITY] {
         let likely = (0..VOCAB as u32).filter(|id| id % 5 == 0).map(|id| (id, bias)).collect();
@@ -383,6 +400,20 @@ fn a_filter_decides_what_may_come_and_ends_the_text_by_forbidding_all() {
     let (tokens, finish) = generate(&engine, options, Some(&mut filter));
     assert_eq!((ids(&tokens), filter.accepted), (vec![9], vec![9]));
     assert_eq!(finish, Some(FinishReason::Stop));
+}
+
+#[test]
+fn a_scheduler_filters_too_and_gives_the_samplers_state_back() {
+    let engine = Arc::new(open());
+    let shared = Scheduler::new(engine.clone(), &SchedulerOptions::default()).unwrap();
+    let mut request = Request::new(engine.new_session(), PROMPT.to_vec(), all_options(12));
+    request.filter = Some(Box::new(Only { tokens: vec![9, 200, 9], accepted: Vec::new() }));
+    let ended = shared.submit(request).unwrap().wait().unwrap();
+    assert_eq!(ended.session.tokens(), [&PROMPT[..], &[9, 200, 9]].concat());
+    assert!(matches!(ended.outcome, Ok(FinishReason::NothingAllowed)));
+    let mut counts: BTreeMap<u32, u32> = PROMPT.map(|token| (token, 0)).into();
+    counts.extend([(9, 2), (200, 1)]);
+    assert_eq!(ended.sampler.counts, counts);
 }
 
 #[test]
