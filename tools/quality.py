@@ -92,7 +92,7 @@ def main():
         cells = [
             experts,
             trunk,
-            "–" if experts == "mxfp4z" else f"{found['bits']:.2f}",
+            f"{found['bits']:.2f}",
             error(found["experts"]),
             error(found["trunk"]),
             f"{found['kl_divergence']:.5f}",
@@ -119,8 +119,8 @@ def main():
 k3-nano, converted in many ways (`rill convert --experts … --trunk …`). Perplexity is that of its held-out text, divergence and how often the same
 token is likeliest are against the published model (`rill eval --perplexity … --against …`), errors are ‖w − w′‖ / ‖w‖ against the
 checkpoint (`rill verify --source`): the mean over tensors, then the worst tensor. The trunk's error is over the matrices that `--trunk` can
-change. Bits are those stored for a weight of an expert, with scales and tables, without what rounds records up to 16 KiB, which for mxfp4z is most
-of them: k3-nano's tiny matrices take more than K3's, for which the table of real rows below counts. Both tables were written by
+change. Bits are those stored for a weight of an expert, with scales, tables and all that belongs to a matrix, without what rounds records up to 16 KiB:
+k3-nano's tiny matrices take more than K3's, for which the table of real rows below counts. Both tables were written by
 
 ```sh
 cargo build --release -p rill-cli && tools/quality.py target/release/rill{flag}
