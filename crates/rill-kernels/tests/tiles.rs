@@ -56,13 +56,14 @@ fn packed(rng: &mut Rng, rows: usize, cols: usize) -> Vec<Packed> {
         vec![Packed { codec: Codec::Mxfp4z, rows, cols, codes: coded, scales: Vec::new() }];
     for trellis in [Trellis::new(16, 10), Trellis::new(23, 10), Trellis::rotated(20, 10)] {
         let trellis = trellis.unwrap();
-        let tables: Vec<u8> = rng.bytes(128).iter().map(|b| b % 128).collect();
+        let mut tables: Vec<u8> = rng.bytes(64).iter().map(|b| b % 64).collect();
+        (tables[0], tables[32]) = (0, 0);
         let encoder = TrellisEncoder::new(trellis, TrellisTables::new(&tables).unwrap(), 500);
         let codec = Codec::Trellis(trellis);
         let layout = codec.layout(rows, cols).unwrap();
         let (mut codes, mut scales) = (vec![0; layout.codes], vec![0; layout.scales]);
-        scales[..128].copy_from_slice(&tables);
-        encoder.encode(&source, &mut codes, &mut scales[128..]).unwrap();
+        scales[..64].copy_from_slice(&tables);
+        encoder.encode(&source, &mut codes, &mut scales[64..]).unwrap();
         all.push(Packed { codec, rows, cols, codes, scales });
     }
     all
@@ -73,8 +74,8 @@ fn specified(p: &Packed, x: &[f32], n: usize) -> Vec<f32> {
     let mut out = vec![0.0; p.rows * n];
     match p.codec {
         Codec::Trellis(trellis) => {
-            let tables = TrellisTables::new(&p.scales[..128]).unwrap();
-            let sides = &p.scales[128..];
+            let tables = TrellisTables::new(&p.scales[..64]).unwrap();
+            let sides = &p.scales[64..];
             let prepare =
                 if trellis.is_rotated() { Activations::rotated } else { Activations::new };
             TrellisMatrix::new(trellis, p.rows, p.cols, &p.codes, sides, &tables)
@@ -192,9 +193,9 @@ fn tables_that_cannot_be_and_bytes_of_another_length_are_refused() {
             Codec::Trellis(_) => {
                 assert!(matches!(cut, LayoutError::Length { .. }), "{cut}");
                 let mut tables = p.scales.clone();
-                tables[77] = 128;
+                tables[47] = 64;
                 let error = new(&p.codes, &tables).unwrap_err();
-                assert_eq!(error, LayoutError::TableByte { byte: 77, found: 128 });
+                assert_eq!(error, LayoutError::TableByte { byte: 47, most: 63, found: 64 });
             }
             _ => assert!(matches!(cut, LayoutError::Mxfp4z(_)), "{cut}"),
         }

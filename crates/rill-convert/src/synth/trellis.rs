@@ -7,10 +7,10 @@ use super::noise::{Noise, word, words};
 /// Rows of a tile, whose lines have a word of each.
 const TILE: usize = 8;
 const LINE_BYTES: usize = 8 * TILE;
-/// Entries of a table: the odd numbers from −63 to 63, which have no mean, 64 more as bytes.
-const ENTRIES: usize = 64;
-/// Root mean square of a table's entries.
-const TABLE_SIZE: f32 = 36.95;
+/// Magnitudes of a table: the even numbers from 0 to 62.
+const MAGNITUDES: usize = 32;
+/// Root mean square of the weights that they mean.
+const TABLE_SIZE: f32 = 36.30;
 /// The same of a block's power of two, which is 1 or 1/2.
 const SIDE_SIZE: f32 = 0.7906;
 
@@ -69,7 +69,7 @@ pub(super) fn scales(noise: &Noise, trellis: Trellis, key: u64, start: u64, out:
     // The rotated profile has no second table.
     let classes = if trellis.is_rotated() { 1 } else { 2 };
     for (i, byte) in (start as usize..tables).zip(out) {
-        *byte = if i < classes * ENTRIES { (2 * (i % ENTRIES) + 1) as u8 } else { 0 };
+        *byte = if i < classes * MAGNITUDES { (2 * (i % MAGNITUDES)) as u8 } else { 0 };
     }
 }
 
@@ -121,8 +121,8 @@ mod tests {
                 noise.codes(0, &mut codes);
                 noise.scales(0, &mut scales);
                 let (tables, sides) = scales.split_at(codec.table_bytes());
-                assert_eq!(tables[0], 1);
-                assert_eq!(tables[127], if trellis.is_rotated() { 0 } else { 127 });
+                assert_eq!(tables[..2], [0, 2]);
+                assert_eq!(tables[63], if trellis.is_rotated() { 0 } else { 62 });
                 let tiles = rows.div_ceil(TILE);
                 let (tile_words, lines) = (layout.codes / 8 / tiles, layout.codes / 64 / tiles);
                 let end = cols / 8 * trellis.rate() + 16;

@@ -269,10 +269,12 @@ pub enum LayoutError {
     #[error("{0}")]
     Mxfp4z(&'static str),
     /// A table byte that products cannot take.
-    #[error("byte {byte} of the trellis tables is {found}, at most 127 is possible")]
+    #[error("byte {byte} of the trellis tables is {found}, at most {most} is possible")]
     TableByte {
         /// Where.
         byte: usize,
+        /// The largest that may be there.
+        most: u8,
         /// What it is.
         found: u8,
     },

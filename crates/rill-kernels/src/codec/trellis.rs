@@ -8,10 +8,12 @@
 //! **Bits.** A rate is B bits per 8 inputs. Input c's window begins at bit `⌊c/8⌋·B + ⌊(c mod 8)·B/8⌋`.
 //! After the `cols·B/8` bits of all inputs come 16 more, which complete the last windows.
 //!
-//! **Value.** `entry = (window · A mod 2^16) >> 8 & 63`; the weight is `(table[class][entry] − 64) ·
-//! 2^−delta · scale`. A is a multiple of 2^(14 − width), so that an entry depends on the lowest `width`
-//! bits of its window: the encoder then has 2^width states to search. Table bytes are at most 127, which
-//! keeps a pair of products with signed bytes within 16 bits.
+//! **Value.** `entry = (window · A mod 2^16) >> 8`, of which the lowest six bits count and are a number v with a
+//! sign, from −32 to 31; the weight is `± magnitudes[class][|v|] · 2^−delta · scale`, with the sign of v. The magnitude of
+//! index 0 is 0, and −32, which has no positive fellow, has that of index 16: all a shuffle of sixteen bytes sees of it.
+//! A is a multiple of 2^(14 − width), so that an entry depends on the lowest `width` bits of its window: the
+//! encoder then has 2^width states to search. Magnitudes are bytes of at most 63, which keeps four products with
+//! signed bytes within 16 bits.
 //!
 //! **Side information.** A nibble per 32 inputs: `delta` in its low three bits, `class` above.
 //!
@@ -74,16 +76,16 @@ const LINE: usize = 64;
 const WINDOW: usize = 16;
 /// Bits of a row's scale.
 const SCALE: usize = 32;
-/// Table byte of the weight 0.
-const ZERO: u8 = 64;
-/// Largest table byte.
-const LARGEST: u8 = 127;
-/// Entries of one class's table.
+/// Largest magnitude, in units of a block.
+const LARGEST: u8 = 63;
+/// Entries there are.
 const ENTRIES: usize = 64;
+/// Magnitudes of one class.
+const MAGNITUDES: usize = ENTRIES / 2;
 /// Classes of blocks.
 const CLASSES: usize = 2;
 /// Bytes of all tables.
-pub(crate) const TABLE_BYTES: usize = CLASSES * ENTRIES;
+pub(crate) const TABLE_BYTES: usize = CLASSES * MAGNITUDES;
 /// Largest exponent delta.
 const MAX_DELTA: u8 = 7;
 
@@ -157,7 +159,7 @@ impl Trellis {
         Ok(Layout { codes, scales })
     }
 
-    /// Bits that say something: windows, tails, side nibbles and row scales. Not the tables, 1,024 bits
+    /// Bits that say something: windows, tails, side nibbles and row scales. Not the tables, 512 bits
     /// that many matrices may share, nor padding. The bytes on disk are those of the [`layout`](Self::layout).
     pub fn payload_bits(&self, rows: usize, cols: usize) -> u64 {
         let sides = if self.rotated { 0 } else { cols / BLOCK * 4 };
@@ -209,7 +211,7 @@ impl Trellis {
         [6736, 10184, 10044, 10058, 11513][self.width - 10]
     }
 
-    /// Table entry of a window.
+    /// Entry of a window: six bits, of which the highest is the sign.
     fn entry(&self, window: u16) -> u8 {
         (window.wrapping_mul(self.multiplier()) >> 8) as u8 & 63
     }

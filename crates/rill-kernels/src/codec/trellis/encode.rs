@@ -2,6 +2,7 @@
 //! by row, in integers, or before those in f64 with every operation rounded by itself: any split of the rows
 //! over threads, and any CPU, gives the same bytes.
 
+use super::format::{is_negative, magnitude};
 use super::viterbi::{Costs, Scratch, Search, Stepper, Target};
 use super::*;
 use crate::codec::{Codec, mxfp4};
@@ -12,7 +13,7 @@ const DOUBLED: [i32; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, 
 
 /// Quantiles of the standard normal distribution at (i + 32½)/64, thousandths.
 #[rustfmt::skip]
-const QUANTILES: [i64; ENTRIES / 2] = [
+const QUANTILES: [i64; MAGNITUDES] = [
     20, 59, 98, 138, 177, 217, 257, 298, 339, 381, 424, 467, 511, 556, 602, 650,
     699, 750, 803, 858, 917, 978, 1043, 1113, 1189, 1273, 1366, 1473, 1601, 1762, 1987, 2418,
 ];
@@ -186,8 +187,8 @@ fn centroids(
     let mut scratch = Scratch::default();
     for _ in 0..5 {
         let search = Search::new(trellis, &costs(trellis, &tables), Stepper::fastest());
-        // Of each class and entry: sums of weight · doubled value, and of weights.
-        let mut sums = [[(0i64, 0i64); ENTRIES]; CLASSES];
+        // Of each class and magnitude: sums of weight · doubled value, and of weights.
+        let mut sums = [[(0i64, 0i64); MAGNITUDES]; CLASSES];
         for (exponent, target) in targets {
             search.row(target, &mut scratch);
             for (col, (&level, &state)) in target.levels.iter().zip(&scratch.found).enumerate() {
@@ -196,13 +197,16 @@ fn centroids(
                 let Some(left) = 10u8.checked_sub(delta) else { continue };
                 let weight = 1i64 << (2 * left);
                 let (class, doubled) = wanted(trellis, usize::from(level));
-                let sum = &mut sums[class][usize::from(trellis.entry(state))];
+                let entry = trellis.entry(state);
+                let sum = &mut sums[class][magnitude(entry)];
+                let doubled = if is_negative(entry) { -doubled } else { doubled };
                 sum.0 += weight * i64::from(doubled);
                 sum.1 += weight;
             }
         }
-        for (sums, table) in sums.iter().zip(&mut tables.bytes) {
-            for (&(sum, weight), byte) in sums.iter().zip(table) {
+        for (sums, table) in sums.iter().zip(&mut tables.magnitudes) {
+            // The first is 0 and stays so.
+            for (&(sum, weight), byte) in sums.iter().zip(table).skip(1) {
                 if weight > 0 {
                     // Half the mean, rounded, halves upwards.
                     *byte = table_byte((sum + weight).div_euclid(2 * weight));
@@ -237,17 +241,13 @@ fn rotated_target(source: &Matrix<'_>, row: usize) -> Result<(f32, Target), Layo
     Ok((scale.max(0.0), Target { levels, sides: vec![0; cols / BLOCK] }))
 }
 
-/// The quantiles of normally distributed weights times 1.04 at the lowest rate to 1.23 at the highest: the finer
+/// The quantiles of normally distributed magnitudes times 1.04 at the lowest rate to 1.23 at the highest: the finer
 /// the rate, the more of its entries should be where weights are few, and centroids hardly move there.
 fn rotated_tables(trellis: Trellis) -> TrellisTables {
     let stretched = RMS * (1040 + 12 * (trellis.rate as i64 - 16));
-    let unsigned = QUANTILES.map(|q| (q * stretched + 500_000) / 1_000_000);
-    let mut first = [ZERO; ENTRIES];
-    for (i, units) in unsigned.into_iter().enumerate() {
-        first[ENTRIES / 2 + i] = table_byte(units);
-        first[ENTRIES / 2 - 1 - i] = table_byte(-units);
-    }
-    TrellisTables { bytes: [first, [0; ENTRIES]] }
+    let mut first = QUANTILES.map(|q| table_byte((q * stretched + 500_000) / 1_000_000));
+    first[0] = 0;
+    TrellisTables { magnitudes: [first, [0; MAGNITUDES]] }
 }
 
 /// A block of a row, in units of the row's largest power of two times 2^−delta.
@@ -306,36 +306,37 @@ fn target(source: &Matrix<'_>, row: usize, split: u32) -> (u8, Target) {
     (exponent, Target { levels, sides })
 }
 
-/// Per class the quantiles of the weights times √(1 − 4^(−rate/8)).
+/// Per class the quantiles of the magnitudes times √(1 − 4^(−rate/8)).
 fn first_tables(trellis: Trellis, targets: &[(u8, Target)]) -> TrellisTables {
     // Thousandths, for 16 to 28 bits per 8 inputs.
     const SHRUNK: [i64; 13] = [968, 973, 978, 981, 984, 987, 989, 991, 992, 993, 994, 995, 996];
     let shrunk = SHRUNK[trellis.rate - 16];
-    let mut counts = [[0i64; 16]; CLASSES];
+    let mut counts = [[0i64; 8]; CLASSES];
     for level in targets.iter().flat_map(|(_, target)| &target.levels) {
-        counts[usize::from(level >> 4)][usize::from(level & 15)] += 1;
+        counts[usize::from(level >> 4)][usize::from(level & 7)] += 1;
     }
-    let mut ascending: Vec<usize> = (0..16).collect();
-    ascending.sort_by_key(|&n| DOUBLED[n]);
-    let bytes = counts.map(|counts| {
+    let magnitudes = counts.map(|counts| {
         let all: i64 = counts.iter().sum();
-        std::array::from_fn(|entry| {
-            // The first value with more than (entry + ½)/64 of all weights up to it.
+        std::array::from_fn(|i| {
+            if i == 0 {
+                return 0;
+            }
+            // The first magnitude with more than (i + ½)/32 of all weights up to it.
             let mut up_to = 0;
-            let value = ascending.iter().find(|&&n| {
+            let value = (0..8).find(|&n| {
                 up_to += counts[n];
-                128 * up_to > (2 * entry as i64 + 1) * all
+                ENTRIES as i64 * up_to > (2 * i as i64 + 1) * all
             });
-            let tenths = 5 * i64::from(value.map_or(0, |&n| DOUBLED[n]));
+            let tenths = 5 * i64::from(value.map_or(0, |n| DOUBLED[n]));
             table_byte((2 * tenths * shrunk + 1000).div_euclid(2000))
         })
     });
-    TrellisTables { bytes }
+    TrellisTables { magnitudes }
 }
 
-/// The byte of a weight in tenths.
+/// The byte of a magnitude in tenths.
 fn table_byte(tenths: i64) -> u8 {
-    (tenths + i64::from(ZERO)).clamp(0, i64::from(LARGEST)) as u8
+    tenths.clamp(0, i64::from(LARGEST)) as u8
 }
 
 /// `min(255, round(α (wanted − entry)²))` for every level and entry, differences in units of the block's power of
@@ -352,7 +353,7 @@ fn costs(trellis: Trellis, tables: &TrellisTables) -> Vec<Costs> {
     let of_level = |level: usize| {
         let (class, doubled) = wanted(trellis, level);
         std::array::from_fn(|entry| {
-            let lost = doubled - 2 * tables.units(class, entry as u8);
+            let lost = doubled - 2 * i32::from(tables.units(class, entry as u8));
             ((alpha * lost * lost + 2 * unit * unit) / (4 * unit * unit)).min(255) as u8
         })
     };

@@ -4,37 +4,59 @@ use std::ops::Range;
 
 use super::*;
 
-/// The two tables of 64 weights that matrices refer to; many may share them.
+/// The tables of magnitudes, one for each class, that matrices refer to; many may share them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrellisTables {
-    /// Weight in its block's unit, plus 64.
-    pub(super) bytes: [[u8; ENTRIES]; CLASSES],
+    /// Of each class and index, the magnitude in its block's unit. The first is 0.
+    pub(super) magnitudes: [[u8; MAGNITUDES]; CLASSES],
 }
 
 impl TrellisTables {
-    /// Tables from their 128 bytes: class 0, then class 1, which the rotated profile has not (zeros).
+    /// Tables from their 64 bytes: class 0, then class 1, which the rotated profile has not (zeros).
     ///
     /// # Errors
-    /// When there are not 128, or one is above 127.
+    /// When there are not 64, one is above 63, or a table does not begin with 0.
     pub fn new(bytes: &[u8]) -> Result<Self, LayoutError> {
-        let (tables, rest) = bytes.as_chunks::<ENTRIES>();
+        let (tables, rest) = bytes.as_chunks::<MAGNITUDES>();
         let (&[first, second], []) = (tables, rest) else {
-            return Err(LayoutError::Trellis("trellis tables are 128 bytes"));
+            return Err(LayoutError::Trellis("trellis tables are 64 bytes"));
         };
-        match bytes.iter().position(|&b| b > LARGEST) {
-            None => Ok(Self { bytes: [first, second] }),
-            Some(byte) => Err(LayoutError::TableByte { byte, found: bytes[byte] }),
+        let most = |byte: usize| if byte.is_multiple_of(MAGNITUDES) { 0 } else { LARGEST };
+        match bytes.iter().enumerate().find(|&(byte, &found)| found > most(byte)) {
+            None => Ok(Self { magnitudes: [first, second] }),
+            Some((byte, &found)) => Err(LayoutError::TableByte { byte, most: most(byte), found }),
         }
     }
 
-    /// The 128 bytes.
+    /// The 64 bytes.
     pub fn bytes(&self) -> &[u8] {
-        self.bytes.as_flattened()
+        self.magnitudes.as_flattened()
     }
 
     /// Weight of an entry, in the unit of the row's scale.
-    pub(super) fn units(&self, class: usize, entry: u8) -> i32 {
-        i32::from(self.bytes[class][usize::from(entry)]) - i32::from(ZERO)
+    pub(super) fn units(&self, class: usize, entry: u8) -> i8 {
+        let units = self.magnitudes[class][magnitude(entry)] as i8;
+        if is_negative(entry) { -units } else { units }
+    }
+
+    /// Weights of a class's entries, in the unit of the row's scale.
+    pub(super) fn weights(&self, class: usize) -> [i8; ENTRIES] {
+        std::array::from_fn(|entry| self.units(class, entry as u8))
+    }
+}
+
+/// Whether an entry, a number of six bits with a sign, is below 0.
+pub(super) fn is_negative(entry: u8) -> bool {
+    entry >= ENTRIES as u8 / 2
+}
+
+/// Index of an entry's magnitude.
+pub(super) fn magnitude(entry: u8) -> usize {
+    let entry = usize::from(entry);
+    match entry.min(ENTRIES - entry) {
+        // −32 has no positive fellow.
+        MAGNITUDES => MAGNITUDES / 2,
+        index => index,
     }
 }
 
@@ -187,7 +209,7 @@ impl<'a> TrellisMatrix<'a> {
     /// Weight in its block's unit.
     fn units(&self, row: usize, col: usize) -> i32 {
         let class = usize::from(self.side(row, col / BLOCK) >> 3);
-        self.tables.units(class, self.trellis.entry(self.window(row, col)))
+        i32::from(self.tables.units(class, self.trellis.entry(self.window(row, col))))
     }
 
     /// The 16 bits that begin with an input's.
@@ -208,19 +230,18 @@ impl<'a> TrellisMatrix<'a> {
 
     /// Side nibble of a block.
     pub(super) fn side(&self, row: usize, block: usize) -> u8 {
-        (self.tile_sides(row / TILE, block) >> (row % TILE * 8)) as u8 & 15
+        self.tile_sides(row / TILE, block / 2)[row % TILE] >> (block % 2 * 4) & 15
     }
 
-    /// Side nibbles of a block of a tile's rows: byte r has that of row r, below bits without meaning. Where
+    /// Side nibbles of two blocks of a tile's rows: byte r has those of row r, the first in its low bits. Where
     /// none are stored they are 0.
     #[inline(always)]
-    pub(super) fn tile_sides(&self, tile: usize, block: usize) -> u64 {
+    pub(super) fn tile_sides(&self, tile: usize, two_blocks: usize) -> &[u8; TILE] {
         if self.trellis.rotated {
-            return 0;
+            return &[0; TILE];
         }
-        let at = tile * self.trellis.side_bytes(self.cols) + block / 2 * TILE;
-        let sides: &[u8; TILE] = self.sides[at..].first_chunk().expect("a side per row");
-        u64::from_le_bytes(*sides) >> (block % 2 * 4)
+        let at = tile * self.trellis.side_bytes(self.cols) + two_blocks * TILE;
+        self.sides[at..].first_chunk().expect("a side per row")
     }
 
     /// Scale of a row: the unit of its weights where delta is 0.

@@ -5,18 +5,19 @@
 //! begins in one of their lowest five bits; where it does not, the word moved down by four bits has it. So a
 //! window costs a shuffle of bytes, a mask, and one multiplication that brings it to the top and hashes it.
 //! Wider windows are put together from two pieces. A register then has the class of one row in a
-//! half, whose table is four byte shuffles of sixteen entries, of which those that an index lies below give
-//! zero. Shuffles hold the difference to the part below, so that XOR adds up to the entry: no selections.
-//! Weights keep their bias of 64; products of it are taken off per block.
+//! half, whose magnitudes are two byte shuffles of sixteen, the second of which gives zero for the small ones and
+//! else the difference, so that XOR makes the magnitude: no selections. For one vector its inputs get the signs of
+//! the weights, so that magnitudes need no bias; for several the weights get a bias once, and products of it are taken
+//! off per block.
 //!
-//! Instructions for 64 weights of one vector, widths up to 12: 7 for the codes (a quarter of the counts), 18 for
-//! the entries, 20 for the tables, 13 for the sums, 4 to end a block: 62, of which three can run at once.
+//! Instructions for 64 weights of one vector, widths up to 12: 3 for the codes, 19 for the entries, 10 for the
+//! tables, 13 for the signs and sums, 5 to bring inputs and end a block: 50, of which three can run at once.
 #![expect(unsafe_code, reason = "vector loads and stores")]
 
 use std::arch::x86_64::*;
 
 use super::{
-    Activations, BLOCK, CLASSES, GROUP, LINE, TILE, Trellis, TrellisMatrix, TrellisTables, ZERO,
+    Activations, BLOCK, CLASSES, GROUP, LINE, TILE, Trellis, TrellisMatrix, TrellisTables,
 };
 
 /// Vectors that share decoded weights.
@@ -28,8 +29,24 @@ const INPUTS: usize = 16;
 /// Widest window that is found in sixteen bits, and largest rate at which a word has sixteen such windows.
 const NARROW: usize = 12;
 const SIXTEEN: usize = 28;
+/// What weights are increased by, where they must not be below 0.
+const BIAS: i32 = 64;
 /// Bits that a word is moved down by for the windows that cross a byte too late.
 const DOWN: usize = 4;
+
+/// Rows in the order in which sums come out.
+const ROW_ORDER: [u8; TILE] = [0, 1, 4, 5, 2, 3, 6, 7];
+
+/// Counts of bits, because a register is filled from memory at no cost.
+static COUNTS: [i64; 65] = {
+    let mut counts = [0; 65];
+    let mut i = 0;
+    while i < 65 {
+        counts[i] = i as i64;
+        i += 1;
+    }
+    counts
+};
 
 /// As [`TrellisMatrix::multiply`].
 #[target_feature(enable = "avx2,fma")]
@@ -48,17 +65,20 @@ fn multiply_with<const WIDE: bool>(
     x: &Activations,
     out: &mut [f32],
 ) {
-    let (n, tables) = (m.check(x, out), differences(&m.tables));
+    let (n, tables) = (m.check(x, out), magnitudes(&m.tables));
     for tile in 0..m.rows.div_ceil(TILE) {
+        let lines = &m.codes[tile * m.trellis.tile_bytes(m.cols)..];
+        let lines = &lines[..m.trellis.tile_bytes(m.cols)];
+        let sides = &m.sides[tile * m.trellis.side_bytes(m.cols)..];
+        let sides = sides[..m.trellis.side_bytes(m.cols)].as_chunks().0;
+        let of_tile = Tile::<WIDE> { m, windows, tables: &tables, lines, sides };
         let mut v = 0;
         while v < n {
             if n - v >= MANY {
-                let sums = multiply_tile::<MANY, WIDE>(m, windows, &tables, x, tile, v);
-                put(m, tile, v, n, &sums, out);
+                put(m, tile, v, n, &of_tile.multiply_many(x, v), out);
                 v += MANY;
             } else {
-                let sums = multiply_tile::<1, WIDE>(m, windows, &tables, x, tile, v);
-                put(m, tile, v, n, &sums, out);
+                put(m, tile, v, n, &[of_tile.multiply_one(x, v)], out);
                 v += 1;
             }
         }
@@ -81,6 +101,14 @@ fn put(
     }
 }
 
+/// Weights of sixteen inputs of two rows.
+#[derive(Clone, Copy)]
+struct Weights {
+    /// Their signs; where they are 0, so is the weight.
+    entries: __m256i,
+    magnitudes: __m256i,
+}
+
 /// How the entries of sixteen inputs of four rows come out of words that begin with their codes.
 struct Windows {
     /// Narrow: for rows 0 and 2, then for rows 1 and 3, the bytes of eight inputs' windows from the word as it is and
@@ -95,6 +123,14 @@ struct Windows {
     multiplier: __m256i,
     /// Which input each byte of the entries belongs to, the same in both halves.
     order: __m256i,
+    /// Which row's side is in each double word, in the order in which sums come out.
+    rows: __m256i,
+    /// The same number in every word (128, 1) and in every byte (16, 64). Compilers that know a number make it
+    /// anew from a smaller one, which takes an instruction.
+    high_unit: __m256i,
+    one: __m256i,
+    sixteen: __m256i,
+    bias: __m256i,
 }
 
 // Never inlined: where compilers see that factors are powers of two, they put shifts in the place of
@@ -120,13 +156,17 @@ impl Windows {
                 factors[set][lane] = trellis.multiplier() << 2 >> (bit % 8);
             }
         }
-        let both: [u8; 32] = std::array::from_fn(|i| order[i % INPUTS]);
         Self {
             bytes: bytes.map(|b| load(&b)),
             masks: masks.map(|m| lanes(&m)),
             factors: factors.map(|f| lanes(&f)),
             multiplier: _mm256_setzero_si256(),
-            order: load(&both),
+            order: load(&both(order)),
+            rows: load(&std::array::from_fn(|i| if i % 4 == 0 { ROW_ORDER[i / 4] } else { 0x80 })),
+            high_unit: _mm256_set1_epi16(128),
+            one: _mm256_set1_epi16(1),
+            sixteen: _mm256_set1_epi8(16),
+            bias: _mm256_set1_epi8(BIAS as i8),
         }
     }
 
@@ -147,13 +187,18 @@ impl Windows {
                 factors[odd][lane] = 1 << (8 - offset % 8);
             }
         }
-        let order: [u8; 32] = std::array::from_fn(|i| (i % INPUTS) as u8);
+        let order: [u8; INPUTS] = std::array::from_fn(|i| i as u8);
         Self {
             bytes: bytes.map(|b| load(&b)),
             masks: [_mm256_setzero_si256(); 2],
             factors: factors.map(|f| lanes(&f)),
-            multiplier: _mm256_set1_epi16(trellis.multiplier() as i16),
-            order: load(&order),
+            multiplier: _mm256_set1_epi16((trellis.multiplier() << 2) as i16),
+            order: load(&both(order)),
+            rows: load(&std::array::from_fn(|i| if i % 4 == 0 { ROW_ORDER[i / 4] } else { 0x80 })),
+            high_unit: _mm256_set1_epi16(128),
+            one: _mm256_set1_epi16(1),
+            sixteen: _mm256_set1_epi8(16),
+            bias: _mm256_set1_epi8(BIAS as i8),
         }
     }
 
@@ -164,12 +209,12 @@ impl Windows {
         let down = _mm256_srli_epi64(codes, DOWN as i32);
         let of = |bytes: __m256i, set: usize, codes: __m256i| {
             let window = _mm256_and_si256(_mm256_shuffle_epi8(codes, bytes), self.masks[set]);
-            _mm256_srli_epi16(_mm256_mullo_epi16(window, self.factors[set]), 10)
+            _mm256_srai_epi16(_mm256_mullo_epi16(window, self.factors[set]), 10)
         };
         let [a, b, c, d] = self.bytes;
         [
-            _mm256_packus_epi16(of(a, 0, codes), of(b, 1, down)),
-            _mm256_packus_epi16(of(c, 0, codes), of(d, 1, down)),
+            _mm256_packs_epi16(of(a, 0, codes), of(b, 1, down)),
+            _mm256_packs_epi16(of(c, 0, codes), of(d, 1, down)),
         ]
     }
 
@@ -185,9 +230,10 @@ impl Windows {
     #[target_feature(enable = "avx2")]
     #[inline]
     fn eight(&self, codes: __m256i) -> __m256i {
-        let even = _mm256_srli_epi16(self.products(codes, 0), 8);
-        let odd = _mm256_and_si256(self.products(codes, 1), _mm256_set1_epi16(0x3f00));
-        _mm256_or_si256(_mm256_and_si256(even, _mm256_set1_epi16(0x3f)), odd)
+        let even = _mm256_srai_epi16(self.products(codes, 0), 10);
+        let odd = _mm256_srai_epi16(self.products(codes, 1), 2);
+        let high_bytes = _mm256_set1_epi16(0xff00u16 as i16);
+        _mm256_or_si256(_mm256_andnot_si256(high_bytes, even), _mm256_and_si256(high_bytes, odd))
     }
 
     /// Windows of even or odd inputs times the multiplier.
@@ -199,6 +245,82 @@ impl Windows {
         let upper = _mm256_mullo_epi16(_mm256_shuffle_epi8(codes, self.bytes[2 + odd]), up);
         let upper = _mm256_and_si256(upper, _mm256_set1_epi16(0xff00u16 as i16));
         _mm256_mullo_epi16(_mm256_or_si256(_mm256_srli_epi16(lower, 8), upper), self.multiplier)
+    }
+
+    /// Weights of entries. An index of which bit 7 is set finds 0, and else four bits of it count.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    fn look_up(&self, parts: &[[u8; 32]; 2], entries: __m256i) -> Weights {
+        let index = _mm256_abs_epi8(entries);
+        let small = _mm256_shuffle_epi8(load(&parts[0]), index);
+        let more = _mm256_shuffle_epi8(load(&parts[1]), _mm256_sub_epi8(index, self.sixteen));
+        Weights { entries, magnitudes: _mm256_xor_si256(small, more) }
+    }
+
+    /// Sums of eight products each, of 32 inputs that get the signs of their weights. Magnitudes are at most
+    /// 63 and bytes of inputs 127, so that four products stay within 16 bits.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    fn dot(&self, [a, b]: [Weights; 2], [high_a, high_b, low_a, low_b]: &[__m256i; 4]) -> __m256i {
+        let pairs = |w: Weights, x: __m256i| {
+            _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(x, w.entries))
+        };
+        let high = _mm256_add_epi16(pairs(a, *high_a), pairs(b, *high_b));
+        let low = _mm256_add_epi16(pairs(a, *low_a), pairs(b, *low_b));
+        _mm256_add_epi32(_mm256_madd_epi16(high, self.high_unit), _mm256_madd_epi16(low, self.one))
+    }
+
+    /// Inputs of a block, for both halves of a register: of the first sixteen and the others the upper bytes, then the
+    /// lower ones.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    fn inputs(&self, high: &[i8; BLOCK], low: &[i8; BLOCK]) -> [__m256i; 4] {
+        let mut inputs = [_mm256_setzero_si256(); 4];
+        for (i, inputs) in inputs.iter_mut().enumerate() {
+            let plane = if i < 2 { high } else { low };
+            // SAFETY: a plane has twice sixteen bytes.
+            let bytes = unsafe { _mm_loadu_si128(plane.as_ptr().add(i % 2 * INPUTS).cast()) };
+            *inputs = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), self.order);
+        }
+        inputs
+    }
+
+    /// 2^−delta of a block's rows, in the order of `ROW_ORDER`.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    fn powers(&self, sides: &[u8; TILE], block: usize) -> __m256 {
+        // SAFETY: eight bytes.
+        let sides = unsafe { _mm_loadl_epi64(sides.as_ptr().cast()) };
+        let sides = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(sides), self.rows);
+        let odd = _mm256_set1_epi64x(COUNTS[block % 2 * 4]);
+        let nibbles = _mm256_srlv_epi64(sides, odd);
+        // The instruction takes three bits of an index.
+        let powers = _mm256_setr_ps(1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125);
+        _mm256_permutevar8x32_ps(powers, nibbles)
+    }
+
+    /// Weights plus 64, as bytes without a sign.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    fn biased(&self, w: Weights) -> __m256i {
+        _mm256_add_epi8(_mm256_sign_epi8(w.magnitudes, w.entries), self.bias)
+    }
+
+    /// The same of weights with their bias, for several vectors. Two products of the upper bytes stay within 16
+    /// bits, and four of the lower ones.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    fn dot_biased(
+        &self,
+        [a, b]: [__m256i; 2],
+        [high_a, high_b, low_a, low_b]: &[__m256i; 4],
+    ) -> __m256i {
+        let of_high =
+            |w: __m256i, x: __m256i| _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), self.high_unit);
+        let high = _mm256_add_epi32(of_high(a, *high_a), of_high(b, *high_b));
+        let low =
+            _mm256_add_epi16(_mm256_maddubs_epi16(a, *low_a), _mm256_maddubs_epi16(b, *low_b));
+        _mm256_add_epi32(high, _mm256_madd_epi16(low, self.one))
     }
 }
 
@@ -221,146 +343,188 @@ fn load(bytes: &[u8; 32]) -> __m256i {
     unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
 }
 
+/// The same in both halves.
+fn both(half: [u8; INPUTS]) -> [u8; 32] {
+    std::array::from_fn(|i| half[i % INPUTS])
+}
+
 #[target_feature(enable = "avx2")]
 fn lanes(lanes: &[u16; 16]) -> __m256i {
     // SAFETY: 32 bytes.
     unsafe { _mm256_loadu_si256(lanes.as_ptr().cast()) }
 }
 
-/// The four parts of a table, each but the first as its difference to the one before, for both halves of a
+/// The magnitudes below 16, and what those from there on differ from them in, for both halves of a
 /// register; by the class of the lower half and twice that of the upper.
-type Differences = [[[u8; 32]; 4]; CLASSES * CLASSES];
+type Magnitudes = [[[u8; 32]; 2]; CLASSES * CLASSES];
 
-fn differences(tables: &TrellisTables) -> Differences {
+fn magnitudes(tables: &TrellisTables) -> Magnitudes {
     std::array::from_fn(|classes| {
-        std::array::from_fn(|part| {
-            std::array::from_fn(|i| {
-                let table = &tables.bytes[classes >> (i / 16) & 1];
-                let before = if part == 0 { 0 } else { table[part * 16 - 16 + i % 16] };
-                table[part * 16 + i % 16] ^ before
-            })
-        })
+        let of = |i: usize| &tables.magnitudes[classes >> (i / 16) & 1];
+        [
+            std::array::from_fn(|i| of(i)[i % 16]),
+            std::array::from_fn(|i| of(i)[i % 16] ^ of(i)[i % 16 + 16]),
+        ]
     })
 }
 
-/// Weights of entries.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn look_up(parts: &[[u8; 32]; 4], entry: __m256i) -> __m256i {
-    let part = |i: usize| -> *const __m256i { parts[i].as_ptr().cast() };
-    // SAFETY: 32 bytes each.
-    let [a, b, c, d] = unsafe {
-        [
-            _mm256_loadu_si256(part(0)),
-            _mm256_loadu_si256(part(1)),
-            _mm256_loadu_si256(part(2)),
-            _mm256_loadu_si256(part(3)),
-        ]
-    };
-    let a = _mm256_shuffle_epi8(a, entry);
-    let b = _mm256_shuffle_epi8(b, _mm256_sub_epi8(entry, _mm256_set1_epi8(16)));
-    let c = _mm256_shuffle_epi8(c, _mm256_sub_epi8(entry, _mm256_set1_epi8(32)));
-    let d = _mm256_shuffle_epi8(d, _mm256_sub_epi8(entry, _mm256_set1_epi8(48)));
-    _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d))
+/// A tile of rows and what its codes become weights with.
+struct Tile<'a, const WIDE: bool> {
+    m: &'a TrellisMatrix<'a>,
+    windows: &'a Windows,
+    tables: &'a Magnitudes,
+    lines: &'a [u8],
+    sides: &'a [[u8; TILE]],
 }
 
-/// Unscaled products of a tile's rows with `V` vectors from `first` on.
-#[target_feature(enable = "avx2,fma")]
-fn multiply_tile<const V: usize, const WIDE: bool>(
-    m: &TrellisMatrix<'_>,
-    windows: &Windows,
-    tables: &Differences,
-    x: &Activations,
-    tile: usize,
-    first: usize,
-) -> [[f32; TILE]; V] {
-    let (rate, blocks) = (m.trellis.rate, m.cols / BLOCK);
-    let lines = &m.codes[tile * m.trellis.tile_bytes(m.cols)..][..m.trellis.tile_bytes(m.cols)];
-    let (high, low) = (&x.high[first * m.cols..], &x.low[first * m.cols..]);
-    assert!(high.len() >= V * m.cols && low.len() >= V * m.cols);
-    let (scales, sums) = (&x.scales[first * blocks..], &x.sums[first * blocks..]);
-    // 2^−delta; the instruction that looks up takes three bits of an index.
-    let powers = _mm256_setr_ps(1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125);
-
-    let mut f = [_mm256_setzero_ps(); V];
-    for block in 0..blocks {
-        let side = m.tile_sides(tile, block);
-        let bits: [usize; BLOCK / GROUP] =
-            std::array::from_fn(|group| (block * (BLOCK / GROUP) + group) * rate);
-        debug_assert!(bits[3] / 64 * LINE + 2 * LINE <= lines.len());
-        // Rows 0 and 2, 1 and 3, 4 and 6, 5 and 7, each of the first sixteen inputs and of the others.
-        let mut w = [[_mm256_setzero_si256(); 2]; 4];
-        for half in 0..2 {
-            let codes = |bit: usize| {
-                // SAFETY: `lines` are those of the tile, and no group of inputs begins in the last.
-                let (this, next) = unsafe {
-                    let line = lines.as_ptr().add(bit / 64 * LINE + half * 32);
-                    (_mm256_loadu_si256(line.cast()), _mm256_loadu_si256(line.add(LINE).cast()))
-                };
-                // A count of 64 makes zero.
-                let count = _mm256_set1_epi64x((bit % 64) as i64);
-                let rest = _mm256_set1_epi64x(64 - (bit % 64) as i64);
-                _mm256_or_si256(_mm256_srlv_epi64(this, count), _mm256_sllv_epi64(next, rest))
-            };
-            let entries = |pair: usize| {
-                if WIDE {
-                    windows.wide_entries(codes(bits[2 * pair]), codes(bits[2 * pair + 1]))
-                } else {
-                    windows.narrow_entries(codes(bits[2 * pair]))
+impl<const WIDE: bool> Tile<'_, WIDE> {
+    /// Unscaled products of the rows with a vector.
+    #[target_feature(enable = "avx2,fma")]
+    fn multiply_one(&self, x: &Activations, v: usize) -> [f32; TILE] {
+        let [high, low] = planes(x, v);
+        let scales = &x.scales[v * high.len()..];
+        let mut f = _mm256_setzero_ps();
+        for (block, ((high, low), &scale)) in high.iter().zip(low).zip(scales).enumerate() {
+            let sides = self.sides(block);
+            let classes = classes(sides, block);
+            let inputs = self.windows.inputs(high, low);
+            let mut sums = [_mm256_setzero_si256(); 4];
+            for half in 0..2 {
+                let (a, b) = (self.entries(block, half, 0), self.entries(block, half, 1));
+                for rows in 0..2 {
+                    let parts = self.parts(classes, half * ROWS + rows);
+                    let w = [
+                        self.windows.look_up(parts, a[rows]),
+                        self.windows.look_up(parts, b[rows]),
+                    ];
+                    sums[half * 2 + rows] = self.windows.dot(w, &inputs);
                 }
-            };
-            let (a, b) = (entries(0), entries(1));
-            for rows in 0..2 {
-                let class = |row: usize| (side >> (8 * row + 3) & 1) as usize;
-                let row = half * ROWS + rows;
-                let parts = &tables[class(row) | class(row + 2) << 1];
-                w[half * 2 + rows] = [look_up(parts, a[rows]), look_up(parts, b[rows])];
+            }
+            let scale = _mm256_mul_ps(self.windows.powers(sides, block), _mm256_set1_ps(scale));
+            f = _mm256_fmadd_ps(_mm256_cvtepi32_ps(joined(sums)), scale, f);
+        }
+        in_order(f)
+    }
+
+    /// Unscaled products of the rows with several vectors from `first` on.
+    #[target_feature(enable = "avx2,fma")]
+    fn multiply_many(&self, x: &Activations, first: usize) -> [[f32; TILE]; MANY] {
+        let blocks = self.m.cols / BLOCK;
+        let scales = &x.scales[first * blocks..][..MANY * blocks];
+        let biases = &x.sums[first * blocks..][..MANY * blocks];
+        let mut planes_of = [planes(x, first); MANY];
+        for (v, planes_of) in planes_of.iter_mut().enumerate() {
+            *planes_of = planes(x, first + v);
+        }
+        let mut f = [_mm256_setzero_ps(); MANY];
+        for block in 0..blocks {
+            let sides = self.sides(block);
+            let classes = classes(sides, block);
+            let mut w = [[_mm256_setzero_si256(); 2]; 4];
+            for half in 0..2 {
+                let (a, b) = (self.entries(block, half, 0), self.entries(block, half, 1));
+                for rows in 0..2 {
+                    let parts = self.parts(classes, half * ROWS + rows);
+                    w[half * 2 + rows] = [
+                        self.windows.biased(self.windows.look_up(parts, a[rows])),
+                        self.windows.biased(self.windows.look_up(parts, b[rows])),
+                    ];
+                }
+            }
+            let powers = self.windows.powers(sides, block);
+            for (v, f) in f.iter_mut().enumerate() {
+                let [high, low] = planes_of[v];
+                let inputs = self.windows.inputs(&high[block], &low[block]);
+                let mut sums = [_mm256_setzero_si256(); 4];
+                for (sum, &w) in sums.iter_mut().zip(&w) {
+                    *sum = self.windows.dot_biased(w, &inputs);
+                }
+                let bias = _mm256_set1_epi32(BIAS * biases[v * blocks + block]);
+                let total = _mm256_sub_epi32(joined(sums), bias);
+                let scale = _mm256_mul_ps(powers, _mm256_set1_ps(scales[v * blocks + block]));
+                *f = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), scale, *f);
             }
         }
-        // In the order of the lanes below: rows 0, 1, 4, 5, 2, 3, 6, 7.
-        let nibbles = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(side as i64));
-        let nibbles = _mm256_permute4x64_epi64(nibbles, 0b11_01_10_00);
-        let power = _mm256_permutevar8x32_ps(powers, nibbles);
-        for (v, f) in f.iter_mut().enumerate() {
-            let at = v * m.cols + block * BLOCK;
-            let inputs = |plane: &[i8], pair: usize| {
-                // SAFETY: there are V · cols bytes of each plane, as asserted above.
-                let inputs =
-                    unsafe { _mm_loadu_si128(plane.as_ptr().add(at + pair * INPUTS).cast()) };
-                _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(inputs), windows.order)
-            };
-            let high = [inputs(high, 0), inputs(high, 1)];
-            let low = [inputs(low, 0), inputs(low, 1)];
-            let [a, b, c, d] = w;
-            let first = _mm256_hadd_epi32(dot(a, high, low), dot(b, high, low));
-            let second = _mm256_hadd_epi32(dot(c, high, low), dot(d, high, low));
-            let bias = _mm256_set1_epi32(i32::from(ZERO) * sums[v * blocks + block]);
-            let total = _mm256_sub_epi32(_mm256_hadd_epi32(first, second), bias);
-            let scale = _mm256_mul_ps(power, _mm256_set1_ps(scales[v * blocks + block]));
-            *f = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), scale, *f);
+        let mut out = [[0.0; TILE]; MANY];
+        for (out, f) in out.iter_mut().zip(f) {
+            *out = in_order(f);
+        }
+        out
+    }
+
+    /// Side nibbles of a block and its neighbour; zeros where there are none.
+    #[inline]
+    fn sides(&self, block: usize) -> &[u8; TILE] {
+        self.sides.get(block / 2).unwrap_or(&[0; TILE])
+    }
+
+    /// Tables of a row and the one after the next.
+    #[inline]
+    fn parts(&self, classes: u64, row: usize) -> &[[u8; 32]; 2] {
+        &self.tables[(classes >> (8 * row) & 3) as usize]
+    }
+
+    /// Entries of rows 0 and 2, then 1 and 3, of half the rows; of the first or the second sixteen inputs of a block.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    fn entries(&self, block: usize, half: usize, pair: usize) -> [__m256i; 2] {
+        let group = block * (BLOCK / GROUP) + 2 * pair;
+        if WIDE {
+            self.windows.wide_entries(self.codes(group, half), self.codes(group + 1, half))
+        } else {
+            self.windows.narrow_entries(self.codes(group, half))
         }
     }
-    let mut out = [[0.0; TILE]; V];
-    for (out, f) in out.iter_mut().zip(f) {
-        let mut lanes = [0.0f32; TILE];
-        // SAFETY: eight values.
-        unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), f) };
-        let [a, b, e, f, c, d, g, h] = lanes;
-        *out = [a, b, c, d, e, f, g, h];
+
+    /// Words of half the rows that begin with the codes of a group of inputs.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    fn codes(&self, group: usize, half: usize) -> __m256i {
+        let bit = group * self.m.trellis.rate;
+        debug_assert!(bit / 64 * LINE + 2 * LINE <= self.lines.len());
+        // SAFETY: `lines` are those of the tile, groups are those of its columns, and none begins in the last line.
+        let (this, next) = unsafe {
+            let line = self.lines.as_ptr().add(bit / 64 * LINE + half * 32);
+            (_mm256_loadu_si256(line.cast()), _mm256_loadu_si256(line.add(LINE).cast()))
+        };
+        // A count of 64 makes zero.
+        let count = _mm256_set1_epi64x(COUNTS[bit % 64]);
+        let rest = _mm256_set1_epi64x(COUNTS[64 - bit % 64]);
+        _mm256_or_si256(_mm256_srlv_epi64(this, count), _mm256_sllv_epi64(next, rest))
     }
-    out
 }
 
-/// Sums of eight products each, of 32 inputs. Weights are at most 127 and low bytes at most 64, so that four
-/// products of those stay within 16 bits, and two of high bytes.
+/// Classes of a block's rows: byte r has that of row r in bit 0, that of row r + 2 in bit 1.
+#[inline]
+fn classes(sides: &[u8; TILE], block: usize) -> u64 {
+    let classes = u64::from_le_bytes(*sides) >> (block % 2 * 4 + 3) & 0x0101_0101_0101_0101;
+    classes | classes >> 15
+}
+
+/// The upper and the lower bytes of a vector, by blocks.
+#[inline]
+fn planes(x: &Activations, v: usize) -> [&[[i8; BLOCK]]; 2] {
+    let inputs = v * x.cols..(v + 1) * x.cols;
+    [x.high[inputs.clone()].as_chunks().0, x.low[inputs].as_chunks().0]
+}
+
+/// Sums over the halves of four registers, in the order of `ROW_ORDER`.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn dot(w: [__m256i; 2], high: [__m256i; 2], low: [__m256i; 2]) -> __m256i {
-    let of_high =
-        |i: usize| _mm256_madd_epi16(_mm256_maddubs_epi16(w[i], high[i]), _mm256_set1_epi16(128));
-    let of_low = |i: usize| _mm256_maddubs_epi16(w[i], low[i]);
-    let low = _mm256_madd_epi16(_mm256_add_epi16(of_low(0), of_low(1)), _mm256_set1_epi16(1));
-    _mm256_add_epi32(_mm256_add_epi32(of_high(0), of_high(1)), low)
+fn joined([a, b, c, d]: [__m256i; 4]) -> __m256i {
+    _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d))
+}
+
+/// Lanes in the order of the rows.
+#[target_feature(enable = "avx2")]
+fn in_order(f: __m256) -> [f32; TILE] {
+    let (mut lanes, mut out) = ([0.0f32; TILE], [0.0; TILE]);
+    // SAFETY: eight values.
+    unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), f) };
+    for (lane, row) in lanes.into_iter().zip(ROW_ORDER) {
+        out[usize::from(row)] = lane;
+    }
+    out
 }
 
 #[cfg(test)]

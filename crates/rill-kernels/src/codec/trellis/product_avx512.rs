@@ -9,10 +9,12 @@
 use std::arch::x86_64::*;
 
 use super::format::power;
-use super::{Activations, BLOCK, GROUP, LINE, TILE, TrellisMatrix, ZERO};
+use super::{Activations, BLOCK, GROUP, LINE, TILE, TrellisMatrix};
 
 /// Vectors that share decoded weights.
 const MANY: usize = 4;
+/// What weights are increased by, so that none is below 0.
+const BIAS: i32 = 64;
 
 /// As [`TrellisMatrix::multiply`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,avx512vnni")]
@@ -68,7 +70,9 @@ fn multiply_tile<const V: usize>(
     };
     let (even, odd) = (bytes(&from(0)), bytes(&from(1)));
     let row_of_byte = bytes(&std::array::from_fn(|i| (i / 8) as u8));
-    let [table0, table1] = [bytes(&m.tables.bytes[0]), bytes(&m.tables.bytes[1])];
+    // Weights with a bias, because the products are of unsigned bytes with signed ones.
+    let biased = |class| m.tables.weights(class).map(|units| (i32::from(units) + BIAS) as u8);
+    let [table0, table1] = [bytes(&biased(0)), bytes(&biased(1))];
     let powers: [f32; 16] = std::array::from_fn(|side| power(side as u8));
     // SAFETY: sixteen values.
     let powers = unsafe { _mm512_loadu_ps(powers.as_ptr()) };
@@ -81,7 +85,7 @@ fn multiply_tile<const V: usize>(
     // The instruction takes counts modulo 64.
     let mut shift = _mm512_setzero_si512();
     for block in 0..blocks {
-        let side = m.tile_sides(tile, block);
+        let side = u64::from_le_bytes(*m.tile_sides(tile, block / 2)) >> (block % 2 * 4);
         // Each row's nibble in every byte of its word, below bits without meaning.
         let side = _mm512_permutexvar_epi8(row_of_byte, _mm512_set1_epi64(side as i64));
         let class1 = _mm512_test_epi8_mask(side, _mm512_set1_epi8(8));
@@ -105,7 +109,7 @@ fn multiply_tile<const V: usize>(
         }
         let power = _mm512_permutexvar_ps(side, powers);
         for (v, f) in f.iter_mut().enumerate() {
-            let bias = -i32::from(ZERO) * sums[v * blocks + block];
+            let bias = -BIAS * sums[v * blocks + block];
             // A row has two lanes, and one bias.
             let mut of_low = _mm512_maskz_set1_epi32(0x5555, bias);
             let mut of_high = _mm512_setzero_si512();

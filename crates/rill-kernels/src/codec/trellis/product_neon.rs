@@ -9,7 +9,7 @@
 use std::arch::aarch64::*;
 
 use super::format::power;
-use super::{Activations, BLOCK, ENTRIES, GROUP, LINE, TILE, TrellisMatrix, ZERO};
+use super::{Activations, BLOCK, GROUP, LINE, TILE, TrellisMatrix};
 
 /// Vectors that share decoded weights.
 const MANY: usize = 4;
@@ -60,9 +60,7 @@ impl Decoder {
         let mut tables =
             [int8x16x4_t(vdupq_n_s8(0), vdupq_n_s8(0), vdupq_n_s8(0), vdupq_n_s8(0)); 2];
         for (class, table) in tables.iter_mut().enumerate() {
-            // At most 127 less 64.
-            let units: [i8; ENTRIES] =
-                std::array::from_fn(|entry| (m.tables.bytes[class][entry] as i8) - ZERO as i8);
+            let units = m.tables.weights(class);
             let at = units.as_ptr();
             // SAFETY: 64 bytes.
             *table = unsafe {
@@ -148,7 +146,7 @@ fn multiply_row<const V: usize>(
     f
 }
 
-/// Sums of eight products each. Weights are −64 to 63 and inputs −127 to 127, so that two products stay
+/// Sums of eight products each. Weights are −63 to 63 and inputs −127 to 127, so that two products stay
 /// within 16 bits.
 #[target_feature(enable = "neon")]
 #[inline]
