@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rill_format::container::{
     ALIGN, Bank, Codec, CodecName, Experts, Manifest, Matrix, PART_ALIGN, RecordLayout, Run,
-    SmallFile, Stripe, TRUNK, Trunk, TrunkTensor, checksum, fingerprint, hex,
+    SmallFile, Stripe, TRUNK, Trunk, TrunkTensor, VERSION, checksum, fingerprint, hex,
 };
 use rill_kernels::{Layout, LayoutError};
 use serde::{Deserialize, Serialize};
@@ -119,7 +119,7 @@ impl Plan {
         }
         let manifest = Manifest {
             format: "rill".to_owned(),
-            version: 0,
+            version: VERSION,
             fingerprint: String::new(),
             directories: vec![".".to_owned()],
             files,

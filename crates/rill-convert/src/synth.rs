@@ -24,8 +24,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use rill_format::Dtype;
 use rill_format::container::{
     ALIGN, Bank, Checksum, Codec as StoredCodec, CodecName, MANIFEST, Manifest, Matrix as Stored,
-    PART_ALIGN, RecordLayout, Run, SmallFile, Stripe, Trunk, TrunkTensor, checksum, fingerprint,
-    hex,
+    PART_ALIGN, RecordLayout, Run, SmallFile, Stripe, Trunk, TrunkTensor, VERSION, checksum,
+    fingerprint, hex,
 };
 use rill_kernels::{Codec, Matrix};
 
@@ -717,7 +717,7 @@ fn manifest(
     let banks = banks.iter().map(bank).collect();
     Manifest {
         format: "rill".to_owned(),
-        version: 0,
+        version: VERSION,
         fingerprint: String::new(),
         directories: vec![".".to_owned()],
         files: small_files.iter().map(file).collect(),

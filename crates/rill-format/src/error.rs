@@ -27,6 +27,21 @@ pub enum FormatError {
         found: String,
     },
 
+    /// A `.rill` container of another version.
+    #[error(
+        "{file} is of a container of version {found}, and this program reads version {expected}; convert the \
+         checkpoint again with this program{}",
+        if found > &u64::from(*expected) { ", or use the newer one that wrote it" } else { "" }
+    )]
+    ContainerVersion {
+        /// The manifest.
+        file: String,
+        /// The version that is read.
+        expected: u32,
+        /// The version as written.
+        found: u64,
+    },
+
     /// The folder has neither an index nor a lone shard.
     #[error(
         "{folder} holds neither model.safetensors.index.json nor model.safetensors; name the \

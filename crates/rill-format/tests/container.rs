@@ -4,9 +4,10 @@ use std::fs;
 use std::path::Path;
 
 use proptest::prelude::*;
+use rill_format::FormatError;
 use rill_format::container::{
     ALIGN, Bank, Codec, CodecName, Container, Experts, MANIFEST, Manifest, Matrix, RecordLayout,
-    Run, SmallFile, Stripe, Trunk, TrunkTensor, checksum, hex,
+    Run, SmallFile, Stripe, Trunk, TrunkTensor, VERSION, checksum, hex,
 };
 
 const BF16: Codec = Codec::plain(CodecName::Bf16);
@@ -32,7 +33,7 @@ fn manifest(second: &str) -> Manifest {
     };
     Manifest {
         format: "rill".to_owned(),
-        version: 0,
+        version: VERSION,
         fingerprint: "0123456789abcdef0123456789abcdef".to_owned(),
         directories: vec![".".to_owned(), second.to_owned()],
         files: vec![SmallFile {
@@ -189,10 +190,32 @@ fn refused(folder: &Path, mut manifest: Manifest, (field, edit): (&str, Edit)) {
 }
 
 #[test]
+fn a_container_of_another_version_is_refused_by_its_version_whatever_else_it_has() {
+    let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let manifest = manifest(&b.path().display().to_string());
+    for version in [0, 2, u32::MAX] {
+        let text = String::from_utf8(Manifest { version, ..manifest.clone() }.to_bytes()).unwrap();
+        // As it is, without a field, with another one, and without a checksum that this version would take.
+        let without = text.replacen("\"fingerprint\"", "\"name\"", 1);
+        for text in [text.clone(), without, text.replace("checksum", "sum")] {
+            fs::write(a.path().join(MANIFEST), text).unwrap();
+            assert!(Container::is_container(a.path()));
+            let error = Container::open(a.path().to_owned()).unwrap_err();
+            let FormatError::ContainerVersion { ref file, expected: 1, found } = error else {
+                panic!("{error}");
+            };
+            assert!(file.ends_with(MANIFEST) && found == u64::from(version));
+            let message = error.to_string();
+            assert!(message.contains("again") && !message.contains("damaged"), "{message}");
+            assert_eq!(message.contains("newer"), version > 1, "{message}");
+        }
+    }
+}
+
+#[test]
 fn hostile_manifests_are_refused_by_field() {
-    let cases: [(&str, Edit); 43] = [
+    let cases: [(&str, Edit); 42] = [
         ("format", |m| m.format = "rall".into()),
-        ("version", |m| m.version = 1),
         ("fingerprint", |m| m.fingerprint = "xyz".into()),
         ("fingerprint", |m| m.fingerprint = "0123456789ABCDEF0123456789ABCDEF".into()),
         ("directories[0]", |m| m.directories[0] = "/".into()),
@@ -461,7 +484,7 @@ fn manifests_that_are_no_manifest_are_refused() {
     }
     // Sealed, but with a field too many or too few.
     for (from, to) in
-        [("\"version\": 0,", "\"version\": 0,\n  \"extra\": 1,"), ("\"version\": 0,", "")]
+        [("\"version\": 1,", "\"version\": 1,\n  \"extra\": 1,"), ("\"version\": 1,", "")]
     {
         let zeros = text.clone();
         let digits = zeros.len() - 4 - 16;

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::record::RecordLayout;
-use super::{ALIGN, PART_ALIGN, checksum};
+use super::{ALIGN, PART_ALIGN, VERSION, checksum};
 
 /// The manifest of a container; see `docs/format.md`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,7 +14,7 @@ use super::{ALIGN, PART_ALIGN, checksum};
 pub struct Manifest {
     /// Always `rill`.
     pub format: String,
-    /// Always 0.
+    /// Always [`VERSION`].
     pub version: u32,
     /// Names the weights, wherever they are placed.
     pub fingerprint: String,
@@ -297,6 +297,20 @@ impl fmt::Display for Codec {
     }
 }
 
+/// Why a manifest is not taken.
+pub(super) enum Refused {
+    /// It is of another version.
+    Version(u64),
+    /// Something in it is wrong.
+    Wrong(Wrong),
+}
+
+impl From<Wrong> for Refused {
+    fn from(wrong: Wrong) -> Self {
+        Self::Wrong(wrong)
+    }
+}
+
 /// What is wrong with a manifest: which field, and what it should be and is.
 pub(super) struct Wrong {
     pub(super) field: String,
@@ -333,29 +347,40 @@ impl Manifest {
     }
 
     /// Parses and checks a manifest; everything it says is then consistent with itself.
-    pub(super) fn parse(bytes: &[u8]) -> Result<(Self, Option<RecordLayout>), Wrong> {
+    ///
+    /// The version comes before the checksum and all other fields: another one may have others.
+    pub(super) fn parse(bytes: &[u8]) -> Result<(Self, Option<RecordLayout>), Refused> {
+        #[derive(Deserialize)]
+        struct Head {
+            format: String,
+            version: u64,
+        }
+        if let Ok(Head { format, version }) = serde_json::from_slice(bytes)
+            && format == "rill"
+            && version != u64::from(VERSION)
+        {
+            return Err(Refused::Version(version));
+        }
         let digits = bytes.len().checked_sub(AFTER_DIGITS.len() + DIGITS);
         let Some(digits) = digits.filter(|&at| {
             bytes[..at].ends_with(BEFORE_DIGITS.as_bytes())
                 && bytes[at + DIGITS..] == *AFTER_DIGITS.as_bytes()
         }) else {
-            return Err(wrong("its end", "the line with its checksum, then }", "something else"));
+            let expected = "the line with its checksum, then }";
+            return Err(wrong("its end", expected, "something else").into());
         };
         let mut blank = bytes.to_vec();
         blank[digits..digits + DIGITS].copy_from_slice(NO_DIGITS.as_bytes());
         let expected = format!("{:016x}", checksum(&blank));
         let found = String::from_utf8_lossy(&bytes[digits..digits + DIGITS]);
         if found != expected {
-            return Err(wrong("its own checksum", expected, found));
+            return Err(wrong("its own checksum", expected, found).into());
         }
         let manifest: Self = match serde_json::from_slice(bytes) {
             Ok(manifest) => manifest,
             Err(error) => {
-                return Err(Wrong {
-                    field: "its JSON".to_owned(),
-                    expected: "the fields of a version 0 container".to_owned(),
-                    found: error.to_string(),
-                });
+                let expected = format!("the fields of a version {VERSION} container");
+                return Err(wrong("its JSON", expected, error).into());
             }
         };
         let layout = manifest.check()?;
@@ -365,13 +390,6 @@ impl Manifest {
     fn check(&self) -> Result<Option<RecordLayout>, Wrong> {
         if self.format != "rill" {
             return Err(wrong("format", "rill", &self.format));
-        }
-        if self.version != 0 {
-            return Err(wrong(
-                "version",
-                "0 (this program is older than the container)",
-                self.version,
-            ));
         }
         check_hex("fingerprint", &self.fingerprint, 32)?;
         if self.directories.first().is_none_or(|first| first != ".") {

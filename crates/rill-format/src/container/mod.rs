@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use manifest::Refused;
 pub use manifest::{
     Bank, Codec, CodecName, Experts, Manifest, Matrix, Run, SmallFile, Stripe, Trunk, TrunkTensor,
 };
@@ -17,6 +18,8 @@ use twox_hash::{XxHash3_64, XxHash3_128};
 use crate::read_at::Source;
 use crate::{DataExtent, DataFile, Folder, FormatError};
 
+/// Version of the format that is written, and the only one that is read.
+pub const VERSION: u32 = 1;
 /// Alignment of records and runs, in bytes: a multiple of every page and sector size in use.
 pub const ALIGN: usize = 16 << 10;
 /// Alignment of the parts of a record and of a run, in bytes.
@@ -108,13 +111,19 @@ impl Container {
     pub fn open(folder: PathBuf) -> Result<Self, FormatError> {
         let own = Folder::Disk(folder.clone());
         let bytes = own.read(MANIFEST, MAX_MANIFEST_BYTES)?;
-        let (manifest, layout) =
-            Manifest::parse(&bytes).map_err(|wrong| FormatError::Container {
+        let (manifest, layout) = Manifest::parse(&bytes).map_err(|refused| match refused {
+            Refused::Version(found) => FormatError::ContainerVersion {
+                file: own.describe(MANIFEST),
+                expected: VERSION,
+                found,
+            },
+            Refused::Wrong(wrong) => FormatError::Container {
                 file: own.describe(MANIFEST),
                 what: wrong.field,
                 expected: wrong.expected,
                 found: wrong.found,
-            })?;
+            },
+        })?;
         let open = |directory: usize, file: &str, bytes: u64| {
             let folder = Folder::Disk(folder.join(&manifest.directories[directory]));
             let source = folder.open(file)?;

@@ -1,10 +1,9 @@
 //! One routed expert as one aligned record.
 
 use super::manifest::{Codec, Matrix};
-use super::{ALIGN, PART_ALIGN, checksum};
+use super::{ALIGN, PART_ALIGN, VERSION, checksum};
 
 const MAGIC: &[u8; 8] = b"RILLXPRT";
-const VERSION: u16 = 0;
 /// Bytes before the payload.
 pub const HEADER_BYTES: usize = 128;
 /// The part of the header that its own checksum covers.
@@ -171,7 +170,7 @@ impl RecordLayout {
     fn header(&self, layer: u32, expert: u32, payload_checksum: u64) -> [u8; HEADER_BYTES] {
         let mut h = [0; HEADER_BYTES];
         h[..8].copy_from_slice(MAGIC);
-        h[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        h[8..10].copy_from_slice(&(VERSION as u16).to_le_bytes());
         h[10..12].copy_from_slice(&(HEADER_BYTES as u16).to_le_bytes());
         h[12..16].copy_from_slice(&layer.to_le_bytes());
         h[16..20].copy_from_slice(&expert.to_le_bytes());
