@@ -592,6 +592,8 @@ pub(crate) enum BenchCommand {
     Decode(DecodeArgs),
     /// A prompt, all at once
     Prefill(PrefillArgs),
+    /// Several sessions at once, each writing: what sharing steps is worth
+    Serve(ServeArgs),
     /// Matrix products at a model's shapes, beside what this machine can do at best
     Kernels(KernelsArgs),
 }
@@ -615,6 +617,24 @@ pub(crate) struct PrefillArgs {
     /// Tokens of the prompt
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) prompt: u32,
+
+    #[command(flatten)]
+    pub(crate) measure: MeasureArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ServeArgs {
+    /// Numbers of sessions to measure, one after the other
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,2,4,8,16", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) sessions: Vec<u16>,
+
+    /// Tokens that each session writes while it is measured
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) tokens: u32,
+
+    /// Tokens that each has written before that
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub(crate) warm: u32,
 
     #[command(flatten)]
     pub(crate) measure: MeasureArgs,

@@ -16,23 +16,24 @@ use crate::stats;
 
 mod kernels;
 mod rest;
+mod serve;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<Outcome> {
     let (measure, n_prompt, n_tokens) = match &args.command {
         BenchCommand::Kernels(args) => return kernels::run(args),
+        BenchCommand::Serve(args) => return serve::run(args),
         BenchCommand::Decode(args) => (&args.measure, args.prompt as usize, args.tokens as usize),
         BenchCommand::Prefill(args) => (&args.measure, args.prompt as usize, 0),
     };
-    let trace = measure.routing.as_deref().map(Trace::read).transpose()?;
+    let trace = measure.routing.as_deref().map(Trace::read).transpose()?.map(Arc::new);
     let model = Model::find(&measure.model)?;
     let mut engine_args = measure.engine.clone();
     if trace.is_some() {
         // The model's own router knows nothing of what the recording will choose.
         engine_args.lookahead.get_or_insert(0);
     }
-    let forced =
-        trace.as_ref().map(|trace| ForcedRouting::new(trace, &model.config)).transpose()?;
-    let needs = Needs { context: n_prompt + n_tokens, logits: 1 };
+    let forced = trace.clone().map(|trace| ForcedRouting::new(trace, &model.config)).transpose()?;
+    let needs = Needs { context: n_prompt + n_tokens, logits: 1, sessions: 1 };
     let engine = model.open(&engine_args, needs)?;
     let progress = Progress::new(&model.config, false);
     let mut watch = Watch { interrupted: interrupt_flag()?, forced, progress };
@@ -57,12 +58,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Outcome> {
 }
 
 /// Runs tokens; false when interrupted.
-fn step(
-    engine: &Engine,
-    session: &mut Session,
-    tokens: &[u32],
-    watch: &mut Watch<'_>,
-) -> Result<bool> {
+fn step(engine: &Engine, session: &mut Session, tokens: &[u32], watch: &mut Watch) -> Result<bool> {
     match engine.forward_observed(session, tokens, Logits::Last, watch) {
         Ok(_) => Ok(true),
         Err(Error::Cancelled) => Ok(false),
@@ -104,13 +100,13 @@ fn arbitrary_ids(n: usize, vocab_size: usize) -> Vec<u32> {
 }
 
 /// Ends a step when interrupted, shows how far it is, and forces its experts.
-struct Watch<'a> {
+struct Watch {
     interrupted: Arc<AtomicBool>,
-    forced: Option<ForcedRouting<'a>>,
+    forced: Option<ForcedRouting>,
     progress: Progress,
 }
 
-impl Observer for Watch<'_> {
+impl Observer for Watch {
     fn after_layer(&mut self, layer: LayerIdx, hidden: &mut [f32]) -> ControlFlow<()> {
         if self.interrupted.load(Ordering::Relaxed) {
             return ControlFlow::Break(());

@@ -42,7 +42,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<Outcome> {
         (ids, ..) => ids.clone().unwrap_or_default(),
     };
     let logits = if args.dump_logits.is_some() { ids.len().min(POSITIONS) } else { 1 };
-    let engine = model.open(&args.engine, Needs { context: ids.len(), logits })?;
+    let engine = model.open(&args.engine, Needs { context: ids.len(), logits, sessions: 1 })?;
     let last = match &args.dump_logits {
         None => engine.forward(&mut engine.new_session(), &ids, Logits::Last)?,
         Some(path) => match dump(&engine, &ids, path)? {
@@ -161,7 +161,7 @@ fn perplexity(args: &EvalArgs, path: &Path) -> Result<Outcome> {
     let model = Model::find(&args.model)?;
     let ids = model.tokenizer()?.encode_text_bytes(&text);
     let context = args.window as usize;
-    let needs = Needs { context, logits: context.min(Perplexity::POSITIONS) };
+    let needs = Needs { context, logits: context.min(Perplexity::POSITIONS), sessions: 1 };
     let engine = model.open(&args.engine, needs)?;
     let show_progress = io::stderr().is_terminal();
     let mut progress = |done: usize, all: usize| {

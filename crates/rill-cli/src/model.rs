@@ -3,6 +3,7 @@
 use std::fs;
 use std::ops::Deref;
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use rill::config::ModelConfig;
@@ -36,6 +37,8 @@ pub(crate) struct Needs {
     pub(crate) context: usize,
     /// Positions whose logits are asked for at once.
     pub(crate) logits: usize,
+    /// Sessions that are open at once.
+    pub(crate) sessions: usize,
 }
 
 impl Model {
@@ -63,12 +66,19 @@ impl Model {
         if let Some(problem) = engine.learned_problem() {
             note(&format!("rill: {problem}"));
         }
-        Ok(Opened(engine))
+        Ok(Opened(Arc::new(engine)))
     }
 }
 
 /// An engine that saves what it has learned, however the command ends.
-pub(crate) struct Opened(Engine);
+pub(crate) struct Opened(Arc<Engine>);
+
+impl Opened {
+    /// The same engine, for those who keep it.
+    pub(crate) fn shared(&self) -> Arc<Engine> {
+        self.0.clone()
+    }
+}
 
 impl Deref for Opened {
     type Target = Engine;
@@ -92,6 +102,7 @@ pub(crate) fn options(args: &EngineArgs, needs: Needs) -> EngineOptions {
         budget_bytes: args.budget,
         context: args.ctx.map_or(needs.context, |ctx| ctx as usize),
         logits: needs.logits,
+        sessions: needs.sessions,
         threads: args.threads.into(),
         cpus: args.cpus.as_ref().map_or_else(Vec::new, |list| list.0.clone()),
         prefill_chunk: args.prefill_chunk.into(),

@@ -23,7 +23,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     let tokenizer = model.tokenizer()?;
     let (ids, reader) = encode(args, model.config.bos_token_id, &tokenizer, &text)?;
     let context = ids.len().saturating_add(args.max_tokens).max(USUAL_CONTEXT);
-    let engine = model.open(&args.engine, Needs { context, logits: 1 })?;
+    let engine = model.open(&args.engine, Needs { context, logits: 1, sessions: 1 })?;
     if !args.quiet
         && let Some(problem) = stats::drive_problem(&engine.drive())
     {

@@ -68,7 +68,8 @@ fn check(case: &Case, options: Options<'_>, show: Show<'_>) -> Result<bool> {
     let reference = case.folder.read("expected.safetensors", MAX_REFERENCE_BYTES)?;
     let reference = Reference::parse(&reference)?;
     let n = reference.input_ids.len();
-    let engine = Engine::open(case.folder.clone(), &options(Needs { context: n, logits: n }))?;
+    let engine =
+        Engine::open(case.folder.clone(), &options(Needs { context: n, logits: n, sessions: 1 }))?;
     let found = compare(&engine, &reference, case.feed)?;
     let (median, worst) = case.tolerance;
     // Written so that NaN fails.
@@ -96,7 +97,7 @@ fn check(case: &Case, options: Options<'_>, show: Show<'_>) -> Result<bool> {
 
 /// Tokenizer, chat format and generation together.
 fn ask(folder: Folder, options: Options<'_>) -> Result<String> {
-    let engine = Engine::open(folder, &options(Needs { context: 256, logits: 1 }))?;
+    let engine = Engine::open(folder, &options(Needs { context: 256, logits: 1, sessions: 1 }))?;
     let tokenizer = engine.open_tokenizer()?;
     let format = ChatFormat::detect(&tokenizer).context("the model has no chat format")?;
     let prompt = format.render_question(&tokenizer, "What is the capital of Italy?", false)?;

@@ -26,7 +26,7 @@ fn record(args: &RecordArgs) -> Result<Outcome> {
     let text = model.tokenizer()?.encode_text_bytes(&text);
     let ids = [vec![model.config.bos_token_id], text].concat();
     let context = ids.len().saturating_add(args.max_tokens);
-    let engine = model.open(&args.engine, Needs { context, logits: 1 })?;
+    let engine = model.open(&args.engine, Needs { context, logits: 1, sessions: 1 })?;
     let cancel = interrupt_flag()?;
     let options = GenerateOptions {
         max_tokens: args.max_tokens,

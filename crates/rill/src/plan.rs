@@ -409,7 +409,9 @@ impl<'a> Planner<'a> {
         // All experts that one token needs of a layer: with fewer, the layer would wait for a
         // read in the middle of every token, and there would be no choice of what to keep.
         let min_slots = sizes.top_k.saturating_add(options.lookahead) as u64;
-        let chunk = options.prefill_chunk.clamp(1, options.context.max(1)) as u64;
+        // Sessions can share a step, so it may have tokens of all of them.
+        let most = options.context.saturating_mul(options.sessions).max(1);
+        let chunk = options.prefill_chunk.clamp(1, most) as u64;
         let max_scratch_bytes =
             sizes.scratch_bytes_per_token.saturating_mul(chunk).saturating_add(logits_bytes);
         let mut planner = Self {

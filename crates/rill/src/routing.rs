@@ -1,5 +1,7 @@
 //! Routing that is recorded, and routing that is played back.
 
+use std::sync::Arc;
+
 use rill_stream::{Geometry, StreamError, Trace};
 
 use crate::config::ModelConfig;
@@ -59,19 +61,21 @@ impl Observer for RoutingRecorder {
 /// Token n gets what the n-th recorded token used, from the beginning again after the last. Layers
 /// that the recording lacks get those of its first ones.
 #[derive(Clone, Debug)]
-pub struct ForcedRouting<'a> {
-    trace: &'a Trace,
+pub struct ForcedRouting {
+    trace: Arc<Trace>,
+    /// Token of the recording that the first one gets.
+    start: usize,
     ranks: Vec<Option<usize>>,
     /// Of each mixture layer, tokens that have been through it.
     seen: Vec<usize>,
 }
 
-impl<'a> ForcedRouting<'a> {
+impl ForcedRouting {
     /// For one session of a model.
     ///
     /// # Errors
     /// When the model has another number of experts, or uses another number of them.
-    pub fn new(trace: &'a Trace, config: &ModelConfig) -> Result<Self, StreamError> {
+    pub fn new(trace: Arc<Trace>, config: &ModelConfig) -> Result<Self, StreamError> {
         let wrong = |what: &str, expected: usize, found: usize| StreamError::Trace {
             file: "the routing".to_owned(),
             what: what.to_owned(),
@@ -86,14 +90,19 @@ impl<'a> ForcedRouting<'a> {
             return Err(wrong("experts per choice", config.moe.top_k, trace.top_k()));
         }
         let n_layers = geometry(config).n_layers as usize;
-        Ok(Self { trace, ranks: ranks(config), seen: vec![0; n_layers] })
+        Ok(Self { trace, start: 0, ranks: ranks(config), seen: vec![0; n_layers] })
+    }
+
+    /// The same from another token of the recording on.
+    pub fn starting_at(self, token: usize) -> Self {
+        Self { start: token, ..self }
     }
 }
 
-impl Observer for ForcedRouting<'_> {
+impl Observer for ForcedRouting {
     fn choose(&mut self, layer: LayerIdx, ids: &mut [u32]) {
         let Some(rank) = self.ranks[layer.0] else { return };
-        let token = self.seen[rank] % self.trace.n_tokens();
+        let token = (self.start + self.seen[rank]) % self.trace.n_tokens();
         self.seen[rank] += 1;
         let chosen = self.trace.chosen(token, rank as u32 % self.trace.geometry().n_layers);
         for (id, &chosen) in ids.iter_mut().zip(chosen) {

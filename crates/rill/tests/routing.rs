@@ -10,9 +10,9 @@ use rill::{
 const TOKENS: [u32; 9] = [1, 700, 31, 5, 3000, 31, 2, 9, 1200];
 
 /// Forces and records at once.
-struct Both<'a>(ForcedRouting<'a>, RoutingRecorder);
+struct Both(ForcedRouting, RoutingRecorder);
 
-impl Observer for Both<'_> {
+impl Observer for Both {
     fn choose(&mut self, layer: LayerIdx, ids: &mut [u32]) {
         self.0.choose(layer, ids);
     }
@@ -51,7 +51,7 @@ fn what_was_recorded_is_what_is_used_when_it_is_forced() {
     assert_eq!((own.n_tokens(), own.top_k()), (TOKENS.len(), engine.config().moe.top_k));
 
     // Its own routing changes nothing.
-    let forced = || ForcedRouting::new(&own, engine.config()).expect("it fits");
+    let forced = || ForcedRouting::new(own.clone().into(), engine.config()).expect("it fits");
     assert_same_bits("forced to do as before", &run(&engine, &mut forced()), &logits);
 
     // Another one, from a recording that is shorter in both ways, repeats.
@@ -61,7 +61,7 @@ fn what_was_recorded_is_what_is_used_when_it_is_forced() {
         (0..2 * (n_layers - 1)).flat_map(|i| (0..top_k).map(move |k| (i as usize + k) as u16));
     let short = Trace::new("short", geometry, top_k, ids.map(|id| id % 16).collect());
     let short = short.expect("the ids are right");
-    let forced = ForcedRouting::new(&short, engine.config()).expect("it fits");
+    let forced = ForcedRouting::new(short.clone().into(), engine.config()).expect("it fits");
     let mut both = Both(forced, RoutingRecorder::new(engine.config()));
     run(&engine, &mut both);
     let used = both.1.trace().expect("something was recorded");
@@ -81,7 +81,7 @@ fn a_recording_of_another_model_is_refused_with_both_numbers() {
     let geometry = rill_stream::Geometry { n_layers: 1, n_experts: own.geometry().n_experts + 1 };
     let ids: Vec<u16> = (0..own.top_k() as u16).collect();
     let other = Trace::new("other", geometry, own.top_k(), ids).expect("the ids are right");
-    let error = ForcedRouting::new(&other, engine.config()).expect_err("it does not fit");
+    let error = ForcedRouting::new(other.into(), engine.config()).expect_err("it does not fit");
     let error = error.to_string();
     let (n, found) = (own.geometry().n_experts, geometry.n_experts);
     assert!(error.contains(&n.to_string()) && error.contains(&found.to_string()), "{error}");

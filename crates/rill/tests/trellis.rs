@@ -55,7 +55,7 @@ fn logits_are_those_of_the_decoded_weights_with_the_same_routing() {
     let mut recorder = RoutingRecorder::new(trellis.config());
     let found = observed(&trellis, &mut recorder);
     let trace = recorder.trace().unwrap();
-    let mut forced = ForcedRouting::new(&trace, plain.config()).unwrap();
+    let mut forced = ForcedRouting::new(trace.clone().into(), plain.config()).unwrap();
     let expected = observed(&plain, &mut forced);
     let vocab = trellis.config().vocab_size;
     let positions = found.chunks_exact(vocab).zip(expected.chunks_exact(vocab));

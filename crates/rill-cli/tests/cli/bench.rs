@@ -140,3 +140,37 @@ fn products_are_checked_and_measured_beside_what_the_machine_can_do() {
         assert!(error.contains("'--seconds <S>'"), "{error}");
     }
 }
+
+#[test]
+fn sessions_that_write_at_once_are_measured_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.safetensors");
+    rill(args!["trace", "record", "--out", &path, "-n", "20", "Call"]).done();
+    let base =
+        args!["bench", "serve", "--sessions", "1,3", "--tokens", "12", "--warm", "3", "--json"];
+    let mut forced = base.clone();
+    forced.extend(args!["--routing", &path]);
+    let shown = json(&rill(&forced).done());
+    assert_eq!(shown["forced_routing"], true);
+    let results = shown["results"].as_array().unwrap();
+    let numbers: Vec<&Value> = results.iter().map(|result| &result["sessions"]).collect();
+    assert_eq!(numbers, [1, 3]);
+    for (result, sessions) in results.iter().zip([1, 3]) {
+        // From the step in which the last is warm to that in which the first ends.
+        let tokens = result["counters"]["decode"]["tokens"].as_u64().unwrap();
+        assert!((10 * sessions..=12 * sessions).contains(&tokens), "{tokens} of {sessions}");
+        assert_eq!(tokens % sessions, 0, "all are in every step");
+    }
+    // Strangers choose other experts: three want more than one, and fewer than three times as many.
+    let wanted = |i: usize| {
+        let counters = &results[i]["counters"];
+        let tokens = counters["decode"]["tokens"].as_f64().unwrap();
+        counters["experts"]["wanted"].as_f64().unwrap() / tokens
+    };
+    assert!(wanted(1) < wanted(0), "{} and {}", wanted(1), wanted(0));
+    assert!(wanted(1) > wanted(0) / 3.0);
+    let text = rill(["bench", "serve", "--sessions", "2", "--tokens", "8"]).done();
+    for part in ["sessions", "tokens/s", "MB/token", "waiting"] {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+}
