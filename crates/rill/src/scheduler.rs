@@ -36,11 +36,20 @@ pub struct SchedulerOptions {
     pub prefill_among_writers: usize,
     /// Share of the time that prompts may take while others write, above 0 and at most 1.
     pub prefill_share: f64,
+    /// How long a request without room waits while nothing runs whose end could make room: its caller
+    /// may be about to drop an idle session. Then it is refused.
+    pub patience: Duration,
 }
 
 impl Default for SchedulerOptions {
     fn default() -> Self {
-        Self { max_sessions: 0, queue: 64, prefill_among_writers: 16, prefill_share: 0.5 }
+        Self {
+            max_sessions: 0,
+            queue: 64,
+            prefill_among_writers: 16,
+            prefill_share: 0.5,
+            patience: Duration::from_secs(10),
+        }
     }
 }
 
@@ -200,7 +209,8 @@ impl Scheduler {
         };
         let agenda = Agenda::new(engine.plan().prefill_chunk, options)?;
         let shared = Arc::new(Shared::default());
-        let worker = Worker::new(engine.clone(), shared.clone(), max_sessions, agenda);
+        let worker =
+            Worker::new(engine.clone(), shared.clone(), max_sessions, options.patience, agenda);
         let thread = std::thread::Builder::new().name("rill-steps".to_owned());
         let thread = thread
             .spawn(move || worker.run())

@@ -241,7 +241,11 @@ fn writers_go_on_while_a_long_prompt_is_taken_in() {
 fn a_request_without_room_waits_for_another_to_end_and_is_refused_if_none_can() {
     within_a_minute(|| {
         let engine = open(k3_tiny(), 1);
-        let options_shared = SchedulerOptions { max_sessions: 2, ..Default::default() };
+        let options_shared = SchedulerOptions {
+            max_sessions: 2,
+            patience: Duration::from_millis(200),
+            ..Default::default()
+        };
         let shared = scheduler(&engine, options_shared);
         let fill = engine.ledger().lease("the rest", {
             let session: u64 = engine.plan().session_bytes();
@@ -264,6 +268,14 @@ fn a_request_without_room_waits_for_another_to_end_and_is_refused_if_none_can() 
             Err(Error::OverBudget(over)) => assert!(over.asked_bytes > 0),
             other => panic!("{other:?}"),
         }
+        // The same with an idle session that is dropped in time.
+        let patient = SchedulerOptions { max_sessions: 2, ..Default::default() };
+        let shared = scheduler(&engine, patient);
+        let request = Request::new(engine.new_session(), prompt(3, 3), options(5, 3));
+        let waits = submit(&shared, request, |_| ControlFlow::Continue(())).expect("it is taken");
+        assert!(waits.recv_timeout(Duration::from_millis(100)).is_err(), "there is no room yet");
+        drop(idle);
+        assert!(matches!(waits.recv().expect("it ends").outcome, Ok(FinishReason::Length)));
         drop(fill);
     });
 }

@@ -3,9 +3,9 @@
 use std::fmt;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::agenda::{Agenda, Need};
 use super::{Ended, Event, Prefix, Request, RequestStatistics, Shared, Sink};
@@ -18,10 +18,16 @@ use crate::sampler::TokenFilter;
 use crate::session::Session;
 use crate::step::{Logits, Observer, Part};
 
+/// How often somebody without room looks again while nothing runs.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
 pub(super) struct Worker {
     engine: Arc<Engine>,
     shared: Arc<Shared>,
     max_sessions: usize,
+    patience: Duration,
+    /// Since when requests wait although nothing runs.
+    stuck_since: Option<Instant>,
     agenda: Agenda,
     /// In the order in which they are let in.
     waiting: Vec<Job>,
@@ -67,11 +73,23 @@ impl Worker {
         engine: Arc<Engine>,
         shared: Arc<Shared>,
         max_sessions: usize,
+        patience: Duration,
         agenda: Agenda,
     ) -> Self {
         let prefixes = Prefixes::new(engine.plan().options.snapshot_bytes);
         let (waiting, running) = (Vec::new(), Vec::new());
-        Self { engine, shared, max_sessions, agenda, waiting, running, prefixes, step: 0 }
+        Self {
+            engine,
+            shared,
+            max_sessions,
+            patience,
+            stuck_since: None,
+            agenda,
+            waiting,
+            running,
+            prefixes,
+            step: 0,
+        }
     }
 
     /// Serves until the scheduler closes.
@@ -91,9 +109,18 @@ impl Worker {
     /// scheduler closes.
     fn receive(&mut self) -> bool {
         let mut inbox = self.shared.lock();
+        if self.stuck_since.is_some() {
+            // Nobody tells when memory is given back.
+            let (again, _) = self
+                .shared
+                .changed
+                .wait_timeout(inbox, LOOK_AGAIN)
+                .unwrap_or_else(PoisonError::into_inner);
+            inbox = again;
+        }
         let idle = self.waiting.is_empty() && self.running.is_empty();
         while idle && inbox.arrived.is_empty() && !self.shared.closing.load(Ordering::Relaxed) {
-            inbox = self.shared.changed.wait(inbox).unwrap_or_else(|e| e.into_inner());
+            inbox = self.shared.changed.wait(inbox).unwrap_or_else(PoisonError::into_inner);
         }
         self.waiting.append(&mut inbox.arrived);
         drop(inbox);
@@ -128,8 +155,17 @@ impl Worker {
                 }
                 // Somebody's end will make room.
                 Err(_) if !self.running.is_empty() => at += 1,
-                Err(error) => self.waiting.remove(at).end(Err(error)),
+                Err(error) => {
+                    let since = *self.stuck_since.get_or_insert_with(Instant::now);
+                    match since.elapsed() < self.patience {
+                        true => at += 1,
+                        false => self.waiting.remove(at).end(Err(error)),
+                    }
+                }
             }
+        }
+        if self.waiting.is_empty() || !self.running.is_empty() {
+            self.stuck_since = None;
         }
         self.no_longer_waiting(before - self.waiting.len());
     }
