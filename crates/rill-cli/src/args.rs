@@ -172,6 +172,20 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) stop: Vec<String>,
 
+    /// Keep the answer in this file as it grows, so that it survives a crash or a power cut; go on
+    /// later with --resume
+    #[arg(long, value_name = "FILE")]
+    pub(crate) autosave: Option<PathBuf>,
+
+    /// Seconds between two saves, with --autosave or --resume
+    #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
+    pub(crate) autosave_every: f64,
+
+    /// Go on with an answer that --autosave kept, with its prompt and all its settings; it is kept in the
+    /// same file
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["text", "file", "raw", "think", "max_tokens", "stop", "SamplingArgs"])]
+    pub(crate) resume: Option<PathBuf>,
+
     /// Print JSON when all is done: the text, why it ended, and its tokens
     #[arg(long)]
     pub(crate) json: bool,

@@ -1,13 +1,20 @@
 //! `rill run`: a question in, an answer out.
 
-use std::sync::atomic::Ordering;
+mod kept;
+
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use rill::chat::{ChatFormat, ReplyPart, ReplyReader};
-use rill::{FinishReason, GenerateOptions, StopMatcher, Token, Tokenizer, Utf8Stream};
+use rill::{
+    Error, FinishReason, GenerateOptions, LayerIdx, Logits, Observer, StopMatcher, Token,
+    Tokenizer, Utf8Stream,
+};
 use serde_json::{Value, json};
 
+use self::kept::{Answer, Keeper};
 use crate::args::RunArgs;
 use crate::model::{Model, Needs};
 use crate::output::{Outcome, interrupt_flag, note, print, write_file};
@@ -18,58 +25,110 @@ use crate::{prompt, stats};
 const USUAL_CONTEXT: usize = 4096;
 
 pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
-    let text = prompt::prompt(&args.prompt)?;
     let model = Model::find(&args.model)?;
     let tokenizer = model.tokenizer()?;
-    let (ids, reader) = encode(args, model.config.bos_token_id, &tokenizer, &text)?;
-    let context = ids.len().saturating_add(args.max_tokens).max(USUAL_CONTEXT);
+    let mut answer = match &args.resume {
+        Some(file) => {
+            let kept = rill::read_session_note(file)?;
+            let what = || format!("{} holds no answer of `rill run`", file.display());
+            serde_json::from_str(&kept).with_context(what)?
+        }
+        None => {
+            let text = prompt::prompt(&args.prompt)?;
+            Answer::new(args, encode(args, model.config.bos_token_id, &tokenizer, &text)?)
+        }
+    };
+    let reader = match answer.raw {
+        true => None,
+        false => Some(chat_format(&tokenizer)?.reply_reader(&tokenizer, answer.think)),
+    };
+    let context = answer.prompt.len().saturating_add(answer.max_tokens).max(USUAL_CONTEXT);
     let engine = model.open(&args.engine, Needs { context, logits: 1, sessions: 1 })?;
     if !args.quiet
         && let Some(problem) = stats::drive_problem(&engine.drive())
     {
         note(&format!("rill: {problem}"));
     }
+    let mut session = match &args.resume {
+        Some(file) => engine.load_session(file)?.0,
+        None => engine.new_session(),
+    };
 
     let cancel = interrupt_flag()?;
     let options = GenerateOptions {
-        max_tokens: args.max_tokens,
-        sampling: args.sampling.sampling(),
+        max_tokens: answer.max_tokens.saturating_sub(answer.written.len()),
+        sampling: answer.sampling(),
+        resume: answer.sampler.clone(),
         logprobs: args.logprobs,
         cancel: cancel.clone(),
         ..GenerateOptions::default()
     };
-    let start = Instant::now();
-    let mut session = engine.new_session();
-    let mut progress = Progress::new(&model.config, args.quiet);
-    let mut generation =
-        engine.generate_observed(&mut session, &ids, options, Some(&mut progress))?;
-    let prefill = start.elapsed();
-
-    let mut reply = Reply::new(reader, args);
-    let mut n_tokens = 0;
+    let mut reply = Reply::new(reader, &answer, args.json);
     let mut tokens = Vec::new();
-    let mut failure = None;
-    for token in &mut generation {
-        match token {
-            Ok(token) => {
-                n_tokens += 1;
-                if args.json {
-                    tokens.push(token_json(&tokenizer, &token));
-                }
-                let bytes = tokenizer.token_bytes(token.id).unwrap_or_default();
-                if reply.push(token.id, bytes)? {
-                    break;
-                }
-            }
-            Err(error) => failure = Some(error),
+    for &id in &answer.written {
+        if args.json {
+            tokens.push(token_json(&tokenizer, &Token { id, logprobs: None }));
         }
+        let over = reply.push(id, tokenizer.token_bytes(id).unwrap_or_default())?;
+        answer.finished |= over;
     }
-    let collected = reply.finish()?;
+    let start = Instant::now();
+    let mut progress = Progress::new(&model.config, args.quiet);
+    let mut keeper = Keeper::new(args);
+    let unseen = answer.unseen(session.position());
+    let mut ids = unseen.as_slice();
+    let mut interrupted = false;
+    // Piece by piece, so that what has been read of a long prompt is kept too.
+    while keeper.file().is_some() && !answer.finished && ids.len() > engine.plan().prefill_chunk {
+        let (piece, rest) = ids.split_at(engine.plan().prefill_chunk);
+        let mut watch = Interruptible { cancel: &cancel, progress: &mut progress };
+        match engine.forward_observed(&mut session, piece, Logits::None, &mut watch) {
+            Err(Error::Cancelled) => {
+                interrupted = true;
+                break;
+            }
+            logits => logits?,
+        };
+        ids = rest;
+        keeper.now_and_then(&engine, &session, || answer.clone());
+    }
+    let (mut prefill, mut n_tokens) = (start.elapsed(), 0);
+    let (mut failure, mut finish) = (None, None);
+    if !answer.finished && !interrupted {
+        let mut generation =
+            engine.generate_observed(&mut session, ids, options, Some(&mut progress))?;
+        prefill = start.elapsed();
+        while let Some(token) = generation.next() {
+            match token {
+                Ok(token) => {
+                    n_tokens += 1;
+                    answer.written.push(token.id);
+                    if args.json {
+                        tokens.push(token_json(&tokenizer, &token));
+                    }
+                    let bytes = tokenizer.token_bytes(token.id).unwrap_or_default();
+                    if reply.push(token.id, bytes)? {
+                        answer.finished = true;
+                        break;
+                    }
+                    keeper.now_and_then(&engine, generation.session(), || Answer {
+                        sampler: Some(generation.sampler_state().clone()),
+                        ..answer.clone()
+                    });
+                }
+                Err(error) => failure = Some(error),
+            }
+        }
+        finish = generation.finish_reason();
+        answer.sampler = Some(generation.sampler_state().clone());
+    }
     let total = start.elapsed();
-    let finish = generation.finish_reason();
+    answer.finished |= matches!(finish, Some(FinishReason::Stop | FinishReason::Length));
+    let kept = keeper.save(&engine, &session, &answer);
+    let collected = reply.finish()?;
     let counters = engine.counters();
     if let Some(Collected { reasoning, content }) = collected {
-        let reasoning = args.think.then_some(reasoning);
+        let reasoning = answer.think.then_some(reasoning);
         let finish = match finish {
             // The reply was over, or had a stop text.
             None | Some(FinishReason::Stop) => "stop",
@@ -90,7 +149,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     if !args.quiet {
         note(&format!(
             "prompt {}; generated {}; {} threads, {} kernels{}\n{}",
-            rate(ids.len(), prefill),
+            rate(unseen.len(), prefill),
             rate(n_tokens, total - prefill),
             engine.threads(),
             engine.kernels(),
@@ -110,6 +169,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
             Ok(Outcome::Done)
         })?;
     }
+    if let Err(error) = kept {
+        return Err(error.context("the answer could not be kept"));
+    }
+    if let Some(file) = keeper.file().filter(|_| !answer.finished && !args.quiet) {
+        note(&format!("go on with: rill run --resume {}", file.display()));
+    }
     match failure {
         Some(error) => Err(error.into()),
         None if cancel.load(Ordering::Relaxed) => Ok(Outcome::Interrupted),
@@ -117,23 +182,35 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     }
 }
 
-/// Prompt ids, and the reader of the reply when the chat format is used.
-fn encode(
-    args: &RunArgs,
-    bos: u32,
-    tokenizer: &Tokenizer,
-    text: &[u8],
-) -> Result<(Vec<u32>, Option<ReplyReader>)> {
+/// Ids of the prompt.
+fn encode(args: &RunArgs, bos: u32, tokenizer: &Tokenizer, text: &[u8]) -> Result<Vec<u32>> {
     if args.raw {
-        return Ok(([vec![bos], tokenizer.encode_text_bytes(text)].concat(), None));
+        return Ok([vec![bos], tokenizer.encode_text_bytes(text)].concat());
     }
-    let format = ChatFormat::detect(tokenizer).context(
+    let question = String::from_utf8_lossy(text);
+    Ok(chat_format(tokenizer)?.render_question(tokenizer, &question, args.think)?)
+}
+
+fn chat_format(tokenizer: &Tokenizer) -> Result<ChatFormat> {
+    ChatFormat::detect(tokenizer).context(
         "the tokenizer has no reserved tokens of a known chat format; use --raw to continue a \
          text",
-    )?;
-    let question = String::from_utf8_lossy(text);
-    let ids = format.render_question(tokenizer, &question, args.think)?;
-    Ok((ids, Some(format.reply_reader(tokenizer, args.think))))
+    )
+}
+
+/// Shows progress, and ends a step when interrupted.
+struct Interruptible<'a> {
+    cancel: &'a AtomicBool,
+    progress: &'a mut Progress,
+}
+
+impl Observer for Interruptible<'_> {
+    fn after_layer(&mut self, layer: LayerIdx, hidden: &mut [f32]) -> ControlFlow<()> {
+        if self.cancel.load(Ordering::Relaxed) {
+            return ControlFlow::Break(());
+        }
+        self.progress.after_layer(layer, hidden)
+    }
 }
 
 /// Prints a reply as it is generated, or collects it for JSON.
@@ -166,16 +243,16 @@ enum Shown {
 }
 
 impl Reply {
-    fn new(reader: Option<ReplyReader>, args: &RunArgs) -> Self {
+    fn new(reader: Option<ReplyReader>, answer: &Answer, collect: bool) -> Self {
         Self {
             reader,
-            show_reasoning: args.think,
+            show_reasoning: answer.think,
             reasoning: Utf8Stream::new(),
             content: Utf8Stream::new(),
-            stop: StopMatcher::new(args.stop.clone()),
+            stop: StopMatcher::new(answer.stop.clone()),
             in_reasoning: false,
             ends_with_newline: false,
-            collected: args.json.then(Collected::default),
+            collected: collect.then(Collected::default),
         }
     }
 

@@ -164,6 +164,11 @@ impl<'a> Generation<'a> {
         self
     }
 
+    /// The session it goes on in.
+    pub fn session(&self) -> &Session {
+        self.session
+    }
+
     /// What the sampler remembers. Saved with the session and given to
     /// [`GenerateOptions::resume`], with the last yielded token as the prompt, the text goes on as if
     /// it had not been broken off.
@@ -177,7 +182,9 @@ impl<'a> Generation<'a> {
     }
 
     fn step(&mut self) -> Result<Token, Result<FinishReason, Error>> {
-        if self.cancel.load(Ordering::Relaxed) {
+        // What follows the prompt is known already: without it, going on later would need the last
+        // token of the prompt once more.
+        if self.cancel.load(Ordering::Relaxed) && self.pending.is_some() {
             return Err(Ok(FinishReason::Cancelled));
         }
         if self.remaining == 0 {

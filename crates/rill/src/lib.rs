@@ -67,6 +67,7 @@ pub use rill_stream::{
 pub use rill_text::{StopMatcher, StopStep, TextError, Tokenizer, Utf8Stream, chat};
 pub use routing::{ForcedRouting, RoutingRecorder};
 pub use sampler::{Logprobs, Sampler, SamplerState, Sampling, TokenFilter, likelier_first};
+pub use saved::read_session_note;
 pub use scheduler::{
     Answer, Canceller, Ended, Event, Prefix, Request, RequestStatistics, Scheduler,
     SchedulerOptions,

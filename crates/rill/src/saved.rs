@@ -15,7 +15,7 @@
 //! | 8 | XXH3-64 of all that comes before |
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use rill_format::container::Checksum;
@@ -80,37 +80,7 @@ impl Engine {
     /// of Rill; [`Error::OverBudget`] when there is no room for the session, [`Error::ContextFull`] when
     /// it is longer than the context this engine was opened with.
     pub fn load_session(&self, path: &Path) -> Result<(Session, String), Error> {
-        let io = |source| StreamError::Io { file: path.to_owned(), doing: "reading", source };
-        if !fs::metadata(path).map_err(io)?.is_file() {
-            return Err(StreamError::NotAFile { file: path.to_owned() }.into());
-        }
-        let file = File::open(path).map_err(io)?;
-        let bytes = file.metadata().map_err(io)?.len();
-        let mut input = Input { path, file: io::BufReader::new(file), sum: Checksum::default() };
-
-        let mut start = [0; 16];
-        input.read(&mut start)?;
-        let [version, head_bytes] =
-            [8, 12].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|i| start[at + i])));
-        if start[..8] != *MAGIC {
-            return Err(input.wrong("its first bytes", "RILLSESS", "others: it is no session"));
-        }
-        if version != VERSION {
-            return Err(input.wrong("its version", VERSION, version));
-        }
-        if head_bytes > MAX_HEAD_BYTES {
-            return Err(input.wrong(
-                "its head",
-                format!("at most {MAX_HEAD_BYTES} bytes"),
-                head_bytes,
-            ));
-        }
-        let mut head = vec![0; head_bytes as usize];
-        input.read(&mut head)?;
-        let head: Head = match serde_json::from_slice(&head) {
-            Ok(head) => head,
-            Err(error) => return Err(input.wrong("its head", "model, tokens and note", error)),
-        };
+        let (mut input, head, head_bytes) = Input::open(path)?;
         let model = self.model_identity()?;
         if head.model != model {
             return Err(input.wrong("its model", model, head.model));
@@ -123,9 +93,9 @@ impl Engine {
         session.admit()?;
         session.resize(head.tokens);
         let values: usize = session.layers.iter().flat_map(parts).map(<[f32]>::len).sum();
-        let expected = 16 + u64::from(head_bytes) + 4 * (head.tokens + values) as u64 + 8;
-        if bytes != expected {
-            return Err(input.wrong("its length", format!("{expected} bytes"), bytes));
+        let expected = 16 + head_bytes + 4 * (head.tokens + values) as u64 + 8;
+        if input.bytes != expected {
+            return Err(input.wrong("its length", format!("{expected} bytes"), input.bytes));
         }
 
         let mut tokens = vec![0.0; head.tokens];
@@ -161,6 +131,16 @@ impl Engine {
             None => Ok(format!("{identity}-{:016x}", samples(&self.source.data_files())?)),
         }
     }
+}
+
+/// Reads the note of a session's file, without a model and without the rest: only loading the session
+/// tells whether the file is whole.
+///
+/// # Errors
+/// [`Error::SessionFile`] when the file begins otherwise than a session of this version of Rill.
+pub fn read_session_note(path: &Path) -> Result<String, Error> {
+    let (_, head, _) = Input::open(path)?;
+    Ok(head.note)
 }
 
 /// Where a file is written before it is moved into place: always the same name, so that a save that was
@@ -286,11 +266,44 @@ impl Output {
 
 struct Input<'a> {
     path: &'a Path,
-    file: io::BufReader<File>,
+    bytes: u64,
+    file: BufReader<File>,
     sum: Checksum,
 }
 
-impl Input<'_> {
+impl<'a> Input<'a> {
+    /// Opens a session's file and reads its head, which has so many bytes.
+    fn open(path: &'a Path) -> Result<(Self, Head, u64), Error> {
+        let io = |source| StreamError::Io { file: path.to_owned(), doing: "reading", source };
+        // Asked before opening, because opening a pipe waits for its other end.
+        if !fs::metadata(path).map_err(io)?.is_file() {
+            return Err(StreamError::NotAFile { file: path.to_owned() }.into());
+        }
+        let file = File::open(path).map_err(io)?;
+        let bytes = file.metadata().map_err(io)?.len();
+        let mut input = Self { path, bytes, file: BufReader::new(file), sum: Checksum::default() };
+        let mut start = [0; 16];
+        input.read(&mut start)?;
+        let [version, head_bytes] =
+            [8, 12].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|i| start[at + i])));
+        if start[..8] != *MAGIC {
+            return Err(input.wrong("its first bytes", "RILLSESS", "others: it is no session"));
+        }
+        if version != VERSION {
+            return Err(input.wrong("its version", VERSION, version));
+        }
+        if head_bytes > MAX_HEAD_BYTES {
+            let expected = format!("at most {MAX_HEAD_BYTES} bytes");
+            return Err(input.wrong("its head", expected, head_bytes));
+        }
+        let mut head = vec![0; head_bytes as usize];
+        input.read(&mut head)?;
+        match serde_json::from_slice(&head) {
+            Ok(head) => Ok((input, head, head_bytes.into())),
+            Err(error) => Err(input.wrong("its head", "model, tokens and note", error)),
+        }
+    }
+
     fn read(&mut self, bytes: &mut [u8]) -> Result<(), Error> {
         match self.file.read_exact(bytes) {
             Ok(()) => {

@@ -1,6 +1,6 @@
 //! `rill run`: prompts in, text out.
 
-use crate::common::{ANSWER, QUESTION, args, command, ended, file, rill, rill_fed};
+use crate::common::{ANSWER, QUESTION, args, command, ended, file, repository, rill, rill_fed};
 
 #[test]
 fn a_bare_question_is_answered_from_any_folder_with_an_empty_environment() {
@@ -274,4 +274,36 @@ fn statistics_are_written_as_json_too() {
     let ended = rill(args!["run", "-q", "-n", "1", "--stats-json", nowhere, QUESTION]);
     assert_eq!(ended.code, Some(1), "{}", ended.stderr);
     assert!(ended.stderr.contains("cannot write "), "{}", ended.stderr);
+}
+
+#[test]
+fn an_answer_is_resumed_with_its_own_settings_and_by_its_own_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("answer");
+    let first = rill(args!["run", "-q", "-n", "3", "--autosave", &path, "Name a colour."]).done();
+    assert_eq!(rill(args!["run", "-q", "--resume", &path]).done(), first);
+    let misused = rill(args!["run", "--resume", &path, "--temp", "1"]).misused();
+    assert!(misused.contains("--resume"), "{misused}");
+    let misused = rill(args!["run", "--resume", &path, "another question"]).misused();
+    assert!(misused.contains("--resume"), "{misused}");
+    let tiny = repository("fixtures/k3-tiny");
+    let error = rill(args!["run", "--resume", &path, "-m", tiny]).failed();
+    assert!(error.contains("its model should be"), "{error}");
+    let error = rill(args!["run", "--resume", folder.path().join("none")]).failed();
+    assert!(error.contains("none"), "{error}");
+    std::fs::write(&path, "RILLSESS, or so it says").unwrap();
+    let error = rill(args!["run", "--resume", &path]).failed();
+    assert!(error.contains("its version should be 1"), "{error}");
+}
+
+#[test]
+fn an_answer_that_cannot_be_kept_is_printed_all_the_same() {
+    let ended = rill(["run", "-q", "-n", "3", "--autosave", "/no/such/folder/x", "Name a colour."]);
+    assert!(!ended.text().is_empty());
+    assert_eq!(ended.code, Some(1));
+    let error = ended.stderr;
+    assert!(
+        error.contains("the answer could not be kept") && error.contains("/no/such"),
+        "{error}"
+    );
 }
