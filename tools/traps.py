@@ -30,6 +30,10 @@ CONTAINERS = "-p rill --test containers"
 CACHE = "-p rill-stream --test cache"
 TILES = "-p rill-kernels --test tiles"
 TRELLIS = "-p rill --test trellis"
+BATCHES = "-p rill --test batches"
+SCHEDULER = "-p rill --test scheduler"
+AGENDA = "-p rill --lib agenda"
+SAVED = "-p rill --test saved"
 
 # name, file, [(old, new) or (old, new, another file)], tests that must fail
 FAULTS = [
@@ -79,9 +83,9 @@ FAULTS = [
     ("combined_with_biased_scores", "crates/rill/src/moe.rs", [
         ("scores[id as usize]).collect()", "biased[id as usize]).collect()"),
     ], [FIXTURES, TRAPS]),
-    ("one_mix_for_both_sites", "crates/rill/src/engine.rs", [
-        ("residual::mix(kernels, eps, ffn_mix, blocks, &prefix)",
-         "{ let _ = ffn_mix; residual::mix(kernels, eps, attention_mix, blocks, &prefix) }"),
+    ("one_mix_for_both_sites", "crates/rill/src/step.rs", [
+        ("residual::mix(kernels, eps, ffn_mix, blocks, prefix)",
+         "{ let _ = ffn_mix; residual::mix(kernels, eps, attention_mix, blocks, prefix) }"),
     ], [FIXTURES, TRAPS]),
     ("layer_lists_read_as_zero_based", "crates/rill/src/config.rs", [
         ("Some((1..=n_layers).map(kind).collect())", "Some((0..n_layers).map(kind).collect())"),
@@ -94,8 +98,8 @@ FAULTS = [
         (".max(1 << 22))", ".max(0))"),
     ], [KERNELS]),
     ("short_conv_state_forgotten", "crates/rill/src/kda.rs", [
-        ("let mut stream = linear(&weights.qkv_proj[i], x);",
-         "let mut stream = linear(&weights.qkv_proj[i], x); state.conv[i].fill(0.0);"),
+        ("            conv.clone_from(&state.now.conv[i]);",
+         "            conv.clone_from(&state.now.conv[i]); conv.fill(0.0);"),
     ], [BITS, TRAPS]),
     ("bounded_gate_clamped_instead", "crates/rill-kernels/src/scalar.rs", [
         ("math::exp(lower_bound * math::sigmoid(rate * (z + bias)))",
@@ -150,9 +154,58 @@ FAULTS = [
     ("nan_scale_accepted", "crates/rill-kernels/src/codec/mxfp4.rs", [
         ("first(scales, |&e| e == NAN_SCALE)", "first(scales, |_| false)"),
     ], [KERNELS, HOSTILE]),
-    ("failed_step_leaves_its_traces", "crates/rill/src/engine.rs", [
-        ("step.inspect_err(|_| session.roll_back())?;", "step?;"),
+    ("failed_step_leaves_its_traces", "crates/rill/src/session.rs", [
+        ("                state.cache.truncate(positions * width);", "                let _ = (positions, width, state);"),
     ], [HOSTILE]),
+    # Sessions that share an engine.
+    ("a_token_attends_to_its_neighbours_query", "crates/rill/src/mla.rs", [
+        ("&q[((first_row + t) * heads + h)", "&q[((0 * first_row + t) * heads + h)"),
+    ], [BATCHES]),
+    ("gates_of_the_first_session_for_all", "crates/rill/src/kda.rs", [
+        ("let t = *row + t;", "let t = 0 * *row + t;"),
+    ], [BATCHES]),
+    ("a_stopped_session_leaves_its_rows", "crates/rill/src/step.rs", [
+        ("                values.drain(range.clone());", "                let _ = (&values, range.clone());"),
+    ], [BATCHES]),
+    ("routing_told_to_the_wrong_session", "crates/rill/src/step.rs", [
+        ("let places = rows.range.start * top_k..rows.range.end * top_k;",
+         "let places = 0..rows.range.len() * top_k;"),
+    ], [BATCHES]),
+    ("a_fork_without_the_past", "crates/rill/src/session.rs", [
+        ("own.now.clone_from(&other.now)", "{ let _ = (own, other); }"),
+    ], [BITS]),
+    ("prompts_hold_up_writers", "crates/rill/src/scheduler/agenda.rs", [
+        ("            left = left.min(self.among_writers);", "            tokens.fill(0); left = self.room;"),
+    ], [AGENDA]),
+    ("writers_hold_up_prompts", "crates/rill/src/scheduler/agenda.rs", [
+        ("let kept = usize::from(!readers.is_empty());", "let kept = 0;"),
+    ], [AGENDA]),
+    ("a_request_waits_for_no_room", "crates/rill/src/scheduler/worker.rs", [
+        ("                Err(_) if !self.running.is_empty() => at += 1,\n", ""),
+        ("match since.elapsed() < self.patience {", "match since.elapsed() < 0 * self.patience {"),
+    ], [SCHEDULER]),
+    ("all_bear_the_fault_of_one", "crates/rill/src/scheduler/worker.rs", [
+        ("Err(error) if taking_part == 1 => vec![Err(error)].into_iter(),",
+         "Err(_) => (0..taking_part).map(|_| Err(Error::Cancelled)).collect::<Vec<_>>().into_iter(),"),
+    ], [SCHEDULER]),
+    ("cancelled_after_all_layers", "crates/rill/src/scheduler/worker.rs", [
+        ("        if self.reason().is_some() {", "        if self.reason().is_some() && false {"),
+    ], [SCHEDULER]),
+    ("beginnings_of_anybody", "crates/rill/src/prefix.rs", [
+        ("*entry.namespace == *namespace && ", "{ let _ = (&entry.namespace, namespace); true } && "),
+    ], [SCHEDULER]),
+    ("a_beginning_that_only_looks_alike", "crates/rill/src/prefix.rs", [
+        ("tokens.starts_with(seen)", "tokens.first() == seen.first()"),
+    ], [SCHEDULER]),
+    ("a_saved_session_is_believed", "crates/rill/src/saved.rs", [
+        ("if u64::from_le_bytes(sum) != found {", "if false && u64::from_le_bytes(sum) != found {"),
+    ], [SAVED]),
+    ("a_session_for_any_weights", "crates/rill/src/saved.rs", [
+        ("if head.model != model {", "if false && head.model != model {"),
+    ], [SAVED]),
+    ("an_answer_is_saved_over_itself", "crates/rill/src/saved.rs", [
+        ("    name.push(\".part\");\n", ""),
+    ], [SAVED]),
     ("inputs_beyond_the_last_sixteen_forgotten", "crates/rill-kernels/src/lanes.rs", [
         ("ragged::<F, R, V>(rows, x, at, end);", "ragged::<F, R, V>(rows, x, at, at);"),
     ], [KERNELS, PRODUCTS]),
@@ -182,17 +235,17 @@ FAULTS = [
          "        let placement = unit.placement.clone();\n        state.counters"),
     ], [BUDGETS]),
     ("experts_expanded_before_use", "crates/rill-kernels/src/table.rs", [
-        ("let cols = w.cols();\n        assert_eq!(x.len(), n * cols);",
-         "let cols = w.cols();\n        let expanded = vec![0.0f32; w.rows() * cols]; "
+        ("        assert_eq!(cols, w.cols());\n        assert_eq!(out.len(), w.rows() * n);",
+         "        let expanded = vec![0.0f32; w.rows() * cols]; "
          "assert_eq!(std::hint::black_box(&expanded).len(), w.rows() * cols);\n"
-         "        assert_eq!(x.len(), n * cols);"),
+         "        assert_eq!(cols, w.cols());\n        assert_eq!(out.len(), w.rows() * n);"),
     ], ["-p rill-kernels --test packed"]),
     ("typed_markup_becomes_structure", "crates/rill-text/src/chat.rs", [
         ("Text(text) => ids.extend(t.encode_text(text)),",
          "Text(text) => ids.extend(t.encode_markup(text)),"),
     ], ["-p rill-text"]),
-    ("foreign_session_accepted", "crates/rill/src/engine.rs", [
-        ("if !Arc::ptr_eq(&session.config, &self.config) {", "if false {"),
+    ("foreign_session_accepted", "crates/rill/src/step.rs", [
+        ("if !session.belongs_to(&self.home) {", "if false && !session.belongs_to(&self.home) {"),
     ], [HOSTILE]),
 ]
 

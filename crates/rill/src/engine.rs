@@ -20,6 +20,7 @@ use crate::config::{AttentionKind, FfnKind, ModelConfig};
 use crate::counters::Paces;
 use crate::error::Error;
 use crate::experts::ExpertSource;
+use crate::log::Log;
 use crate::plan::{Budget, Plan, PlanOptions, Sizes};
 use crate::relief::Relief;
 use crate::routing;
@@ -77,6 +78,8 @@ pub struct EngineOptions {
     /// not exist, and [`Engine::save_learned`] writes it. The experts that were used most are read
     /// in the background.
     pub learn: Option<PathBuf>,
+    /// Hears what is worth knowing although nothing has failed.
+    pub log: Log,
 }
 
 impl Default for EngineOptions {
@@ -98,6 +101,7 @@ impl Default for EngineOptions {
             direct: true,
             verify: true,
             learn: None,
+            log: Log::default(),
         }
     }
 }
@@ -186,6 +190,7 @@ pub struct Engine {
     /// Of what the engine itself holds.
     _leases: Vec<Lease>,
     stop_tokens: Vec<u32>,
+    pub(crate) log: Log,
     summary: ModelSummary,
 }
 
@@ -250,13 +255,28 @@ impl Engine {
             Some((file, identity)) if file.exists() => {
                 match Learned::read(file, identity, routing::geometry(&config)) {
                     Ok(learned) => (Some(learned), None),
-                    Err(problem) => (None, Some(problem)),
+                    Err(problem) => {
+                        options.log.say(|| problem.to_string());
+                        (None, Some(problem))
+                    }
                 }
             }
             _ => (None, None),
         };
         let learned = learned.as_ref();
         let experts = StreamedExperts::new(&io, records, &config, experts, learned)?;
+        options.log.say(|| {
+            format!(
+                "{} open in {:.2} s: {} of {} bytes planned, {} layers of {} held, {} expert slots",
+                source.kind(),
+                start.elapsed().as_secs_f64(),
+                plan.shares.total(),
+                plan.options.budget_bytes,
+                plan.pinned.iter().filter(|pinned| **pinned).count(),
+                plan.pinned.len(),
+                plan.expert_slots,
+            )
+        });
         let config = Arc::new(config);
         let home = Arc::new(Home {
             config: config.clone(),
@@ -285,6 +305,7 @@ impl Engine {
             ledger,
             _leases: leases,
             stop_tokens,
+            log: options.log.clone(),
             summary,
             config,
             home,

@@ -18,6 +18,16 @@
 //! }
 //! # Ok::<(), rill::Error>(())
 //! ```
+//!
+//! Many requests share an engine through a [`Scheduler`]; a [`Log`] hears what is worth knowing. The
+//! library prints nothing, handles no signals, and has no globals: two engines do not notice each other.
+//!
+//! # Versions
+//!
+//! Until 1.0 a minor version may change the interface, and a patch never does. Enumerations that are
+//! `#[non_exhaustive]` may grow in a patch. The same tokens give the same bits in every version, unless
+//! `docs/arithmetic.md` says which one changed them; files that a version wrote are read by later ones
+//! or refused with both versions named.
 
 pub mod config;
 
@@ -30,6 +40,7 @@ mod error;
 mod experts;
 mod generate;
 mod kda;
+mod log;
 mod mla;
 mod moe;
 mod perplexity;
@@ -57,6 +68,7 @@ pub use engine::{Engine, EngineOptions, KernelChoice, ModelSummary, open_tokeniz
 pub use error::{Error, ExpertError};
 pub use experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 pub use generate::{FinishReason, GenerateOptions, Generation, Token};
+pub use log::Log;
 pub use perplexity::Perplexity;
 pub use rill_format::{Checkpoint, Folder, FormatError};
 pub use rill_stream::machine::Pressure;

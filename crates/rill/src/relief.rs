@@ -47,22 +47,23 @@ impl Relief {
         (state.look, state.every) = (look, Duration::ZERO);
     }
 
-    /// Takes a look if it is time for one.
-    pub(crate) fn look(&self, experts: &dyn ExpertSource) {
+    /// Takes a look if it is time for one. Returns how many slots it gave back.
+    pub(crate) fn look(&self, experts: &dyn ExpertSource) -> u64 {
         let mut state = self.lock();
         if state.looked.elapsed() < state.every {
-            return;
+            return 0;
         }
         state.looked = Instant::now();
         if (state.look)() != Pressure::Paging {
-            return;
+            return 0;
         }
         let slot_bytes = state.slot_bytes;
-        let Some(lease) = &mut state.lease else { return };
+        let Some(lease) = &mut state.lease else { return 0 };
         let slots = lease.bytes() / slot_bytes.max(1);
         let given = experts.shrink(slots.div_ceil(SHARE) as usize) as u64;
         lease.shrink(given.saturating_mul(slot_bytes));
         state.given_slots += given;
+        given
     }
 
     /// Slots that were given back so far.

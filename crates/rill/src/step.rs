@@ -166,7 +166,11 @@ impl Engine {
         longest: usize,
     ) -> Result<Vec<bool>, Error> {
         let _turn = self.turns.wait();
-        self.relief.look(&*self.experts);
+        let given = self.relief.look(&*self.experts);
+        if given > 0 {
+            self.log
+                .say(|| format!("the system pages: {given} expert slots were given back to it"));
+        }
         let start = Instant::now();
         // Inside the pool, so that the many small splits below need no hand-over.
         let step = self.compute.pool.install(|| {

@@ -9,6 +9,7 @@ use common::{assert_same_bits, convert, k3_tiny, kimi_linear_tiny};
 use proptest::prelude::*;
 use rill::{Engine, EngineOptions, Error, Folder, Logits, Session};
 use rill_convert::{ExpertCodec, TrunkCodec};
+use rill_format::container::Checksum;
 
 const IDS: [u32; 12] = [5, 77, 3, 300, 12, 9, 501, 44, 8, 8, 250, 1];
 
@@ -164,5 +165,41 @@ proptest! {
             }
         }
         prop_assert_eq!(engine.ledger().held_bytes(), held, "nothing stays leased");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(80))]
+
+    /// Whoever can write the file can write its checksum too.
+    #[test]
+    fn a_file_made_up_with_a_right_checksum_breaks_nothing(
+        flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0u8..3), 1..6),
+        resize in prop::option::weighted(0.2, any::<prop::sample::Index>()),
+    ) {
+        let engine = open(k3_tiny());
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("talk");
+        saved(&engine, &path);
+        let mut bytes = fs::read(&path).unwrap();
+        bytes.truncate(bytes.len() - 8);
+        for (at, byte, where_to) in flips {
+            // Fields, the head with the tokens, anything.
+            let range = [16, 200, bytes.len()][usize::from(where_to)];
+            bytes[at.index(range)] = byte;
+        }
+        if let Some(length) = resize {
+            bytes.resize(length.index(2 * bytes.len()), 1);
+        }
+        let mut sum = Checksum::default();
+        sum.update(&bytes);
+        bytes.extend(sum.finish().to_le_bytes());
+        fs::write(&path, &bytes).unwrap();
+        let _ = rill::read_session_note(&path);
+        if let Ok((mut session, _)) = engine.load_session(&path) {
+            let position = session.position();
+            engine.forward(&mut session, &[1, 2], Logits::Last).expect("it runs, whatever it means");
+            prop_assert_eq!(session.position(), position + 2);
+        }
     }
 }

@@ -6,14 +6,15 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use common::{floor_bytes, k3_tiny, kimi_linear_tiny, within_a_minute};
 use proptest::prelude::*;
 use rill::{
-    CachePolicy, Ended, Engine, EngineOptions, Error, Event, FinishReason, Folder, GenerateOptions,
-    LayerIdx, Observer, Prefix, Request, Sampling, Scheduler, SchedulerOptions, Session, Token,
+    CacheCounters, CachePolicy, Ended, Engine, EngineOptions, Error, Event, Expert, ExpertError,
+    ExpertId, ExpertSource, FinishReason, Folder, GenerateOptions, LayerIdx, Log, Observer, Prefix,
+    Request, Sampling, Scheduler, SchedulerOptions, Session, Token,
 };
 
 const CONTEXT: usize = 64;
@@ -510,5 +511,106 @@ fn a_sink_that_panics_ends_its_own_request_and_no_other() {
         let bad = bad.expect("it is taken").recv().expect("it ends");
         assert!(matches!(bad.outcome, Ok(FinishReason::Cancelled)));
         assert_eq!(bad.written.len(), 2);
+    });
+}
+
+/// Notes every (layer, expert) that a request uses.
+#[derive(Clone, Default)]
+struct Used(Arc<Mutex<BTreeSet<(usize, u32)>>>);
+
+impl Observer for Used {
+    fn routed(&mut self, layer: LayerIdx, ids: &[u32], _weights: &[f32]) {
+        self.0.lock().unwrap().extend(ids.iter().map(|&id| (layer.0, id)));
+    }
+}
+
+/// Fails to deliver one expert.
+struct Lacking {
+    inner: Box<dyn ExpertSource>,
+    expert: (usize, u32),
+}
+
+impl ExpertSource for Lacking {
+    fn fetch(
+        &self,
+        layer: LayerIdx,
+        experts: &[ExpertId],
+        consume: &mut dyn FnMut(ExpertId, Expert<'_>),
+    ) -> Result<(), Error> {
+        let (lacking, id) = self.expert;
+        if layer.0 == lacking && experts.contains(&ExpertId(id)) {
+            let source = Box::new(ExpertError::Missing);
+            return Err(Error::Expert { layer, expert: ExpertId(id), source });
+        }
+        self.inner.fetch(layer, experts, consume)
+    }
+
+    fn counters(&self) -> CacheCounters {
+        self.inner.counters()
+    }
+}
+
+#[test]
+fn an_expert_that_cannot_be_read_ends_only_the_requests_that_need_it() {
+    within_a_minute(|| {
+        let prompts = [1, 2, 3].map(|seed| prompt(6, seed));
+        let engine = open(k3_tiny(), 4);
+        let runs = [0, 1, 2].map(|i| {
+            let used = Used::default();
+            let mut session = engine.new_session();
+            let mut observer = used.clone();
+            let answer = engine.generate_observed(
+                &mut session,
+                &prompts[i],
+                options(6, i as u64),
+                Some(&mut observer),
+            );
+            let written: Vec<Token> =
+                answer.expect("it runs").map(|token| token.expect("it runs")).collect();
+            (written, used.0.lock().unwrap().clone())
+        });
+        let others: BTreeSet<_> = runs[0].1.union(&runs[2].1).copied().collect();
+        let expert = *runs[1].1.difference(&others).next().expect("it has an expert of its own");
+        drop(engine);
+
+        let lines = Arc::new(Mutex::new(Vec::new()));
+        let heard = lines.clone();
+        let log = Log::to(move |line| heard.lock().unwrap().push(line.to_owned()));
+        let engine_options =
+            EngineOptions { context: CONTEXT, sessions: 4, threads: 2, log, ..Default::default() };
+        let engine = Engine::open(k3_tiny(), &engine_options).expect("it opens");
+        let engine = Arc::new(engine.with_experts(|inner| Box::new(Lacking { inner, expert })));
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        // The first is held until all have come, so that they share steps.
+        let (go, gate) = mpsc::channel::<()>();
+        let mut gate = Some(gate);
+        let waits = [0, 1, 2].map(|i| {
+            let gate = gate.take();
+            let request =
+                Request::new(engine.new_session(), prompts[i].clone(), options(6, i as u64));
+            let wait = submit(&shared, request, move |_| {
+                if let Some(gate) = &gate {
+                    let _ = gate.recv();
+                }
+                ControlFlow::Continue(())
+            });
+            wait.expect("it is taken")
+        });
+        drop(go);
+        let done = waits.map(|wait| wait.recv().expect("it ends"));
+        for i in [0, 2] {
+            assert!(matches!(done[i].outcome, Ok(FinishReason::Length)), "{:?}", done[i]);
+            assert_eq!(done[i].written, runs[i].0);
+        }
+        match &done[1].outcome {
+            Err(Error::Expert { layer, expert: found, .. }) => {
+                assert_eq!((layer.0, found.0), expert);
+            }
+            other => panic!("{other:?}"),
+        }
+        assert!(runs[1].0.starts_with(&done[1].written));
+        let lines = lines.lock().unwrap();
+        assert!(lines.iter().any(|line| line.contains("expert slots")), "{lines:?}");
+        assert!(lines.iter().any(|line| line.contains("trying them one by one")), "{lines:?}");
     });
 }

@@ -212,7 +212,12 @@ impl Worker {
         let mut outcomes = match stepped {
             Ok(logits) => logits.into_iter().map(Ok).collect::<Vec<_>>().into_iter(),
             Err(error) if taking_part == 1 => vec![Err(error)].into_iter(),
-            Err(_) => {
+            Err(error) => {
+                self.engine.log.say(|| {
+                    format!(
+                        "a step of {taking_part} sessions failed, trying them one by one: {error}"
+                    )
+                });
                 for (job, _) in self.running.iter_mut().zip(&tokens).filter(|(_, n)| **n > 0) {
                     job.suspect = true;
                 }
