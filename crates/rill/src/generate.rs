@@ -26,7 +26,8 @@ pub struct GenerateOptions {
     /// Gives every token its log-probability and those of this many of the likeliest; `None` saves
     /// the work.
     pub logprobs: Option<usize>,
-    /// Set it to stop within one layer's time, keeping what has been generated.
+    /// Set it to stop within one layer's time, keeping what has been generated. A clone of the options
+    /// has the same flag: it stops both.
     pub cancel: Arc<AtomicBool>,
 }
 

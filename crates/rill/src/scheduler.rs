@@ -250,8 +250,10 @@ impl Scheduler {
         sink: impl FnMut(Event) -> ControlFlow<()> + Send + 'static,
     ) -> Result<Canceller, Error> {
         self.engine.check_tokens(&request.session, &request.prompt)?;
-        let cancel = request.options.cancel.clone();
-        let job = Job::new(request, &self.engine, self.shared.clone(), Box::new(sink))?;
+        // Its own: the one in the options may be that of many requests.
+        let cancel = Arc::new(AtomicBool::new(false));
+        let job =
+            Job::new(request, &self.engine, cancel.clone(), self.shared.clone(), Box::new(sink))?;
         let mut inbox = self.shared.lock();
         if self.shared.closing.load(Ordering::Relaxed) {
             return Err(Error::SchedulerGone);

@@ -497,6 +497,28 @@ fn a_full_queue_refuses_and_a_closing_scheduler_ends_what_it_has() {
 }
 
 #[test]
+fn dropping_an_answer_cancels_it_alone_even_if_others_have_the_same_options() {
+    within_a_minute(|| {
+        let engine = open(k3_tiny(), 2);
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        let options = options(30, 1);
+        let request = |seed| Request::new(engine.new_session(), prompt(3, seed), options.clone());
+        let dropped = shared.submit(request(1)).expect("it is taken");
+        let other =
+            submit(&shared, request(2), |_| ControlFlow::Continue(())).expect("it is taken");
+        drop(dropped);
+        assert_eq!(other.recv().expect("it ends").written.len(), 30);
+        // The flag in the options is for all that have it.
+        options.cancel.store(true, SeqCst);
+        for seed in [1, 2] {
+            let wait = submit(&shared, request(seed), |_| ControlFlow::Continue(()));
+            let done = wait.expect("it is taken").recv().expect("it ends");
+            assert!(matches!(done.outcome, Ok(FinishReason::Cancelled)));
+        }
+    });
+}
+
+#[test]
 fn a_sink_that_panics_ends_its_own_request_and_no_other() {
     within_a_minute(|| {
         let engine = open(k3_tiny(), 2);

@@ -62,7 +62,8 @@ pub(super) struct Job {
 
 /// Ends a job's part in a step, and lets the caller's observer look on.
 struct Watch {
-    cancel: Arc<AtomicBool>,
+    /// Its own, and the one of its options, which may be that of many.
+    cancel: [Arc<AtomicBool>; 2],
     shared: Arc<Shared>,
     deadline: Option<Instant>,
     inner: Option<Box<dyn Observer + Send>>,
@@ -263,6 +264,7 @@ impl Job {
     pub(super) fn new(
         request: Request,
         engine: &Engine,
+        cancel: Arc<AtomicBool>,
         shared: Arc<Shared>,
         sink: Sink,
     ) -> Result<Self, Error> {
@@ -271,7 +273,7 @@ impl Job {
         // Positions in the prompt are positions in the session only then.
         let prefix = prefix.filter(|_| session.position() == 0);
         let writer = Writer::new(engine, &session, &prompt, &options)?;
-        let cancel = options.cancel;
+        let cancel = [cancel, options.cancel];
         Ok(Self {
             session,
             prompt,
@@ -381,7 +383,7 @@ impl Job {
         // A sink is the caller's code: what it breaks is its own request.
         let told = catch_unwind(AssertUnwindSafe(|| (self.sink)(event)));
         if !matches!(told, Ok(ControlFlow::Continue(()))) {
-            self.watch.cancel.store(true, Ordering::Relaxed);
+            self.watch.cancel[0].store(true, Ordering::Relaxed);
         }
     }
 
@@ -402,7 +404,8 @@ impl Job {
 impl Watch {
     /// Why the job is to end before its time, if it is.
     fn reason(&self) -> Option<FinishReason> {
-        if self.cancel.load(Ordering::Relaxed) || self.shared.closing.load(Ordering::Relaxed) {
+        let mut flags = self.cancel.iter().map(|flag| &**flag).chain([&self.shared.closing]);
+        if flags.any(|flag| flag.load(Ordering::Relaxed)) {
             return Some(FinishReason::Cancelled);
         }
         let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
