@@ -168,7 +168,9 @@ fn show(engine: &Engine, rows: &[(u16, RunCounters)]) -> Result<()> {
         engine.kernels(),
         engine.plan().prefill_chunk,
     );
-    let one = rows.first().map_or(0.0, |(sessions, counters)| {
+    // Of the fewest sessions, and of their last row if there are several: the first finds nothing read.
+    let fewest = rows.iter().rev().min_by_key(|(sessions, _)| *sessions);
+    let one = fewest.map_or(0.0, |(sessions, counters)| {
         counters.pace().tokens_per_second() / f64::from(*sessions)
     });
     for (sessions, counters) in rows {
