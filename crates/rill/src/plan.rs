@@ -309,8 +309,8 @@ impl Plan {
                 false => "read in pieces for every token".to_owned(),
             },
             match sessions {
-                1 => "of one session, and the copy to go back to".to_owned(),
-                n => format!("of {n} sessions, each with the copy to go back to"),
+                1 => "of one session, before and after a step".to_owned(),
+                n => format!("of {n} sessions, before and after a step"),
             },
             format!("{} tokens of context", self.options.context),
             match self.options.snapshot_bytes {
