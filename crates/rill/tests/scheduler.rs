@@ -542,7 +542,7 @@ struct Used(Arc<Mutex<BTreeSet<(usize, u32)>>>);
 
 impl Observer for Used {
     fn routed(&mut self, layer: LayerIdx, ids: &[u32], _weights: &[f32]) {
-        self.0.lock().unwrap().extend(ids.iter().map(|&id| (layer.0, id)));
+        self.0.lock().expect("nobody panics with it").extend(ids.iter().map(|&id| (layer.0, id)));
     }
 }
 
