@@ -376,6 +376,13 @@ fn prompts_that_begin_alike_share_their_beginning_up_to_a_boundary() {
         assert_eq!(ran, [9, 17]);
         let expected = alone(&engine, engine.new_session(), &with(3), options(4, 5)).written;
         assert_eq!(written, expected);
+        // One that differs before the boundary shares nothing.
+        let mut other = with(2);
+        other[5] += 1;
+        let (written, ran) = ask(&shared, &other, &[17], "");
+        assert_eq!(ran, [26, 0]);
+        let expected = alone(&engine, engine.new_session(), &other, options(4, 5)).written;
+        assert_eq!(written, expected);
         // The same prompt once more: its last token at least must be run, and a boundary lies before.
         assert_eq!(ask(&shared, &with(3), &[17], "").1, [9, 17]);
     });
