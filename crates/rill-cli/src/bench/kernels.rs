@@ -473,6 +473,8 @@ fn trellis_scales(trellis: Trellis, rows: usize, cols: usize, codes: &mut [u8]) 
     let codec = Codec::Trellis(trellis);
     /// Rows of a tile, and bytes of a line, of which a row has eight.
     const TILE: usize = 8;
+    /// Magnitudes of a table.
+    const ENTRIES: usize = 32;
     let tile_bytes = codec.layout(TILE, cols)?.codes;
     for tile in codes.chunks_exact_mut(tile_bytes) {
         for word in tile[tile_bytes - 8 * TILE..].as_chunks_mut::<8>().0 {
@@ -482,7 +484,8 @@ fn trellis_scales(trellis: Trellis, rows: usize, cols: usize, codes: &mut [u8]) 
     // Both classes, and of two powers of two.
     let mut scales = vec![0x19; codec.layout(rows, cols)?.scales];
     for (i, byte) in scales[..codec.table_bytes()].iter_mut().enumerate() {
-        *byte = (2 * i + 1) as u8 % 128;
+        // Magnitudes from 0 on; a rotated matrix has no second table.
+        *byte = if trellis.is_rotated() && i >= ENTRIES { 0 } else { 2 * (i % ENTRIES) as u8 };
     }
     Ok(scales)
 }

@@ -58,7 +58,7 @@ fn json_has_every_line_and_the_floor() {
     let floor = plan["floor_bytes"].as_u64().unwrap();
     assert!(floor < 4_000_000_000, "{floor}");
     let shares = plan["shares"].as_object().unwrap();
-    assert_eq!(shares.len(), 10);
+    assert_eq!(shares.len(), 11);
     let total: u64 = shares.values().map(|bytes| bytes.as_u64().unwrap()).sum();
     assert_eq!(plan["planned_bytes"], total);
     assert!((floor..=16_000_000_000).contains(&total));
