@@ -54,6 +54,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
         None => engine.new_session(),
     };
 
+    let mut keeper = Keeper::new(args)?;
+    // Now rather than after hours, if it cannot be done.
+    keeper.save(&engine, &session, &answer)?;
+
     let cancel = interrupt_flag()?;
     let options = GenerateOptions {
         max_tokens: answer.max_tokens.saturating_sub(answer.written.len()),
@@ -74,7 +78,6 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     }
     let start = Instant::now();
     let mut progress = Progress::new(&model.config, args.quiet);
-    let mut keeper = Keeper::new(args);
     let unseen = answer.unseen(session.position());
     let mut ids = unseen.as_slice();
     let mut interrupted = false;
@@ -169,9 +172,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
             Ok(Outcome::Done)
         })?;
     }
-    if let Err(error) = kept {
-        return Err(error.context("the answer could not be kept"));
-    }
+    kept?;
     if let Some(file) = keeper.file().filter(|_| !answer.finished && !args.quiet) {
         note(&format!("go on with: rill run --resume {}", file.display()));
     }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use rill::{Engine, SamplerState, Sampling, Session};
 use serde::{Deserialize, Serialize};
 
@@ -101,11 +101,26 @@ pub(super) struct Keeper {
 }
 
 impl Keeper {
-    pub(super) fn new(args: &RunArgs) -> Self {
+    /// For an answer that begins; one that is not over is not written over, nor is any other file.
+    pub(super) fn new(args: &RunArgs) -> Result<Self> {
+        if let Some(file) = args.autosave.as_ref().filter(|file| file.exists()) {
+            let name = file.display();
+            let kept: Option<Answer> = rill::read_session_note(file)
+                .ok()
+                .and_then(|note| serde_json::from_str(&note).ok());
+            match kept {
+                None => bail!("{name} is there and holds no answer; name another file"),
+                Some(answer) if !answer.finished => bail!(
+                    "{name} holds an answer that is not over; go on with it (--resume), remove it, or \
+                     name another file"
+                ),
+                Some(_) => {}
+            }
+        }
         // An answer that is resumed is kept where it was.
         let file = args.autosave.as_ref().or(args.resume.as_ref()).cloned();
         let every = Duration::from_secs_f64(args.autosave_every);
-        Self { file, every, last: Instant::now(), failed: false }
+        Ok(Self { file, every, last: Instant::now(), failed: false })
     }
 
     /// Where it is kept, if it is.
@@ -139,6 +154,6 @@ impl Keeper {
     pub(super) fn save(&self, engine: &Engine, session: &Session, answer: &Answer) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
         let text = serde_json::to_string(answer).context("the answer cannot be written down")?;
-        Ok(engine.save_session(session, file, &text)?)
+        engine.save_session(session, file, &text).context("the answer cannot be kept")
     }
 }

@@ -297,13 +297,20 @@ fn an_answer_is_resumed_with_its_own_settings_and_by_its_own_model() {
 }
 
 #[test]
-fn an_answer_that_cannot_be_kept_is_printed_all_the_same() {
-    let ended = rill(["run", "-q", "-n", "3", "--autosave", "/no/such/folder/x", "Name a colour."]);
-    assert!(!ended.text().is_empty());
-    assert_eq!(ended.code, Some(1));
-    let error = ended.stderr;
-    assert!(
-        error.contains("the answer could not be kept") && error.contains("/no/such"),
-        "{error}"
-    );
+fn an_answer_that_cannot_be_kept_is_not_begun() {
+    let error = rill(["run", "--autosave", "/no/such/folder/x", "Name a colour."]).failed();
+    assert!(error.contains("the answer cannot be kept") && error.contains("/no/such"), "{error}");
+}
+
+#[test]
+fn neither_an_answer_that_is_not_over_nor_another_file_is_written_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("answer");
+    let run = || rill(args!["run", "-q", "-n", "3", "--autosave", &path, "Name a colour."]);
+    let first = run().done();
+    assert_eq!(run().done(), first, "one that is over makes room");
+    std::fs::write(&path, "what somebody wrote").unwrap();
+    let error = run().failed();
+    assert!(error.contains("holds no answer"), "{error}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"what somebody wrote");
 }

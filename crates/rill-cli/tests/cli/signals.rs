@@ -129,6 +129,9 @@ fn an_answer_that_was_broken_off_goes_on_as_if_it_had_not_been() {
         assert!(matches!(code, None | Some(130)), "{code:?}");
         assert!(text.len() < whole.len(), "it was broken off");
 
+        let error = rill(args!["run", "--autosave", &path, "something else"]).failed();
+        assert!(error.contains("not over"), "{error}");
+
         // Once more, while it goes on.
         let resume = args!["run", "-q", "--resume", &path, "--ctx", "4096"];
         let mut child = start(command(resume.iter().chain(&args!["--autosave-every", "0.001"])));
@@ -166,7 +169,13 @@ fn a_prompt_that_was_broken_off_is_not_read_again() {
     let mut args = command_of(&["--autosave-every", "0.001", "--autosave"]);
     args.extend(args![&path, &prompt]);
     let child = start(command(&args));
-    wait_until("the first save", || path.exists());
+    // One is made before anything is read; later ones are longer.
+    let length = || fs::metadata(&path).map_or(0, |file| file.len());
+    let mut first = 0;
+    wait_until("a save in the prompt", || {
+        first = if first == 0 { length() } else { first };
+        length() > first
+    });
     send("-KILL", &child);
     let (code, stdout, _) = end(child);
     assert_eq!((code, stdout.len()), (None, 0), "it was broken off in the prompt");
