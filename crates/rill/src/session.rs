@@ -153,15 +153,12 @@ impl Session {
     }
 
     fn copy_from(&mut self, tokens: &[u32], layers: &[LayerState]) {
-        // Latents of the same tokens are the same, so those need no copying.
-        let same = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-        let width = self.home.config.mla.kv_lora_rank + self.home.config.mla.qk_rope_head_dim;
         for (own, other) in self.layers.iter_mut().zip(layers) {
             match (own, other) {
                 (LayerState::Kda(own), LayerState::Kda(other)) => own.now.clone_from(&other.now),
+                // All of it: after an observer's changes, latents of the same tokens may differ.
                 (LayerState::Mla(own), LayerState::Mla(other)) => {
-                    own.cache.truncate(same * width);
-                    own.cache.extend_from_slice(&other.cache[own.cache.len()..]);
+                    own.cache.clone_from(&other.cache)
                 }
                 _ => unreachable!("both are made from one list of layers"),
             }

@@ -2,8 +2,10 @@
 
 mod common;
 
+use std::ops::ControlFlow;
+
 use common::{assert_same_bits, demo, fingerprint, k3_tiny, kimi_linear_tiny, reference};
-use rill::{Engine, EngineOptions, Folder, KernelChoice, Logits};
+use rill::{Engine, EngineOptions, Folder, KernelChoice, LayerIdx, Logits, Observer};
 use rill_kernels::Kernels;
 
 fn models() -> [(Folder, u64); 3] {
@@ -109,4 +111,32 @@ fn a_cloned_session_continues_with_the_same_bits() {
     let whole = engine.forward(&mut engine.new_session(), &ids, Logits::All).unwrap();
     assert_same_bits("original and copy", &a, &b);
     assert_same_bits("whole", &a, &whole[whole.len() - a.len()..]);
+}
+
+/// Changes what a layer leaves.
+struct Disturbing;
+
+impl Observer for Disturbing {
+    fn after_layer(&mut self, _layer: LayerIdx, hidden: &mut [f32]) -> ControlFlow<()> {
+        hidden.iter_mut().for_each(|value| *value *= 0.5);
+        ControlFlow::Continue(())
+    }
+}
+
+#[test]
+fn going_back_to_a_snapshot_takes_nothing_from_another_past_with_the_same_tokens() {
+    let engine = Engine::open(demo(), &EngineOptions::default()).unwrap();
+    let ids = reference(&demo()).input_ids;
+    let mut session = engine.new_session();
+    engine.forward(&mut session, &ids[..20], Logits::Last).unwrap();
+    let snapshot = session.snapshot().unwrap();
+    let expected = engine.forward(&mut session, &ids[20..25], Logits::All).unwrap();
+    let mut other = engine.new_session();
+    engine.forward_observed(&mut other, &ids[..20], Logits::Last, &mut Disturbing).unwrap();
+    for mut session in [session, other, engine.session_from(&snapshot).unwrap()] {
+        session.restore(&snapshot).unwrap();
+        assert_eq!(session.tokens(), &ids[..20]);
+        let found = engine.forward(&mut session, &ids[20..25], Logits::All).unwrap();
+        assert_same_bits("after going back", &found, &expected);
+    }
 }
