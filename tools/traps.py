@@ -174,11 +174,11 @@ FAULTS = [
     ("a_fork_without_the_past", "crates/rill/src/session.rs", [
         ("own.now.clone_from(&other.now)", "{ let _ = (own, other); }"),
     ], [BITS]),
-    ("prompts_hold_up_writers", "crates/rill/src/scheduler/agenda.rs", [
-        ("            left = left.min(self.among_writers);", "            tokens.fill(0); left = self.room;"),
+    ("prompts_hold_up_decoding", "crates/rill/src/scheduler/agenda.rs", [
+        ("            left = left.min(self.while_decoding);", "            tokens.fill(0); left = self.room;"),
     ], [AGENDA]),
-    ("writers_hold_up_prompts", "crates/rill/src/scheduler/agenda.rs", [
-        ("let kept = usize::from(!readers.is_empty());", "let kept = 0;"),
+    ("decoding_holds_up_prompts", "crates/rill/src/scheduler/agenda.rs", [
+        ("let kept = usize::from(!prefilling.is_empty());", "let kept = 0;"),
     ], [AGENDA]),
     ("a_request_waits_for_no_room", "crates/rill/src/scheduler/worker.rs", [
         ("                Err(_) if !self.running.is_empty() => at += 1,\n", ""),

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use rill::{Engine, Error, ForcedRouting, LayerIdx, Logits, Observer, RunCounters, Session, Trace};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::args::{BenchArgs, BenchCommand, MeasureArgs};
 use crate::model::{Model, Needs};
@@ -68,16 +68,8 @@ fn step(engine: &Engine, session: &mut Session, tokens: &[u32], watch: &mut Watc
 
 fn show(args: &MeasureArgs, engine: &Engine, counters: &RunCounters) -> Result<()> {
     if args.json {
-        let facts = json!({
-            "source": engine.source_kind(),
-            "threads": engine.threads(),
-            "kernels": engine.kernels(),
-            "budget_bytes": engine.plan().options.budget_bytes,
-            "expert_slots": engine.plan().expert_slots,
-            "forced_routing": args.routing.is_some(),
-            "drive_probed_bytes_per_second": engine.drive().probed_bytes_per_second,
-            "counters": stats::json(counters),
-        });
+        let mut facts = engine_facts(args, engine);
+        facts["counters"] = stats::json(counters);
         return print(format!("{facts:#}\n"));
     }
     let pace = counters.pace();
@@ -92,6 +84,19 @@ fn show(args: &MeasureArgs, engine: &Engine, counters: &RunCounters) -> Result<(
         stats::lines(counters),
         stats::drive(&engine.drive()),
     ))
+}
+
+/// What was measured, for JSON.
+fn engine_facts(args: &MeasureArgs, engine: &Engine) -> Value {
+    json!({
+        "source": engine.source_kind(),
+        "threads": engine.threads(),
+        "kernels": engine.kernels(),
+        "budget_bytes": engine.plan().options.budget_bytes,
+        "expert_slots": engine.plan().expert_slots,
+        "forced_routing": args.routing.is_some(),
+        "drive_probed_bytes_per_second": engine.drive().probed_bytes_per_second,
+    })
 }
 
 /// Ids spread over the vocabulary, the same every time.

@@ -25,6 +25,7 @@ use crate::{prompt, stats};
 const USUAL_CONTEXT: usize = 4096;
 
 pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
+    let mut keeper = Keeper::new(args)?;
     let model = Model::find(&args.model)?;
     let tokenizer = model.tokenizer()?;
     let mut answer = match &args.resume {
@@ -54,7 +55,6 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
         None => engine.new_session(),
     };
 
-    let mut keeper = Keeper::new(args)?;
     // Now rather than after hours, if it cannot be done.
     keeper.save(&engine, &session, &answer)?;
 
@@ -96,7 +96,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
         keeper.now_and_then(&engine, &session, || answer.clone());
     }
     let (mut prefill, mut n_tokens) = (start.elapsed(), 0);
-    let (mut failure, mut finish) = (None, None);
+    let mut failure = None;
+    let mut finish = match answer.finished {
+        _ if interrupted => Some(FinishReason::Cancelled),
+        true if answer.written.len() == answer.max_tokens => Some(FinishReason::Length),
+        _ => None,
+    };
     if !answer.finished && !interrupted {
         let mut generation =
             engine.generate_observed(&mut session, ids, options, Some(&mut progress))?;

@@ -33,7 +33,7 @@ pub struct SchedulerOptions {
     /// Requests that may wait; more are refused.
     pub queue: usize,
     /// Most tokens of a prompt in a step in which others write.
-    pub prefill_among_writers: usize,
+    pub prefill_while_decoding: usize,
     /// Share of the time that prompts may take while others write, above 0 and at most 1.
     pub prefill_share: f64,
     /// How long a request without room waits while nothing runs whose end could make room: its caller
@@ -46,7 +46,7 @@ impl Default for SchedulerOptions {
         Self {
             max_sessions: 0,
             queue: 64,
-            prefill_among_writers: 16,
+            prefill_while_decoding: 16,
             prefill_share: 0.5,
             patience: Duration::from_secs(10),
         }
@@ -71,7 +71,8 @@ pub struct Request {
     pub filter: Option<Box<dyn TokenFilter + Send>>,
     /// Go on from an earlier request that began with the same tokens, and be such a one for later
     /// requests. Only for sessions that have seen nothing, on an engine with room for snapshots
-    /// ([`EngineOptions::snapshot_bytes`](crate::EngineOptions::snapshot_bytes)).
+    /// ([`EngineOptions::snapshot_bytes`](crate::EngineOptions::snapshot_bytes)), and not with an
+    /// observer that changes what it sees: others would go on from what it made.
     pub prefix: Option<Prefix>,
 }
 

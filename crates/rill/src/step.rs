@@ -7,6 +7,8 @@
 use std::ops::{ControlFlow, Range};
 use std::time::Instant;
 
+use rill_stream::Lease;
+
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::experts::LayerIdx;
@@ -152,13 +154,14 @@ impl Engine {
         Ok(done.into_iter().zip(out).map(|(done, logits)| done.then_some(logits)).collect())
     }
 
-    fn lease_logits(&self, positions: usize) -> Result<rill_stream::Lease, Error> {
+    fn lease_logits(&self, positions: usize) -> Result<Lease, Error> {
         let more = positions.saturating_sub(self.plan.options.logits) as u64;
         Ok(self.ledger.lease("logits", 4 * more * self.config.vocab_size as u64)?)
     }
 
     /// One step, in turn with those of other threads: appends each part's logits to its place in
-    /// `out`, and tells which parts got to the end. With `longest` above 1 its time counts as that of a prompt.
+    /// `out`, and tells which parts got to the end. With `longest` above 1 its time counts as that of a
+    /// prompt.
     fn turn(
         &self,
         parts: &mut [Part<'_>],

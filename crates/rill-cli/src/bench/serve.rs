@@ -11,7 +11,7 @@ use rill::{
 };
 use serde_json::json;
 
-use super::arbitrary_ids;
+use super::{arbitrary_ids, engine_facts};
 use crate::args::ServeArgs;
 use crate::model::{Model, Needs};
 use crate::output::{Outcome, interrupt_flag, print};
@@ -203,15 +203,7 @@ fn show_json(args: &ServeArgs, engine: &Engine, rows: &[(u16, RunCounters)]) -> 
             })
         })
         .collect();
-    let facts = json!({
-        "source": engine.source_kind(),
-        "threads": engine.threads(),
-        "kernels": engine.kernels(),
-        "budget_bytes": engine.plan().options.budget_bytes,
-        "expert_slots": engine.plan().expert_slots,
-        "forced_routing": args.measure.routing.is_some(),
-        "drive_probed_bytes_per_second": engine.drive().probed_bytes_per_second,
-        "results": results,
-    });
+    let mut facts = engine_facts(&args.measure, engine);
+    facts["results"] = results.into();
     print(format!("{facts:#}\n"))
 }

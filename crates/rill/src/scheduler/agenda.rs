@@ -9,7 +9,7 @@ use crate::error::Error;
 /// What a session could do next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Need {
-    /// Tokens of its prompt that it has not seen; 0 when it is writing.
+    /// Tokens of its prompt that it has not seen; 0 when it is decoding.
     pub(super) prompt: usize,
     pub(super) priority: i32,
     /// When it last took part, counted in steps.
@@ -21,9 +21,9 @@ pub(super) struct Need {
 pub(super) struct Agenda {
     /// Most tokens of a step.
     room: usize,
-    among_writers: usize,
+    while_decoding: usize,
     share: f64,
-    /// Time that writers are to have for themselves before the next piece of a prompt.
+    /// Time that decoding is to have for itself before the next piece of a prompt.
     owed: Duration,
 }
 
@@ -34,51 +34,51 @@ impl Agenda {
             let expected = "above 0 and at most 1";
             return Err(Error::Scheduling { parameter: "prefill_share", found: share, expected });
         }
-        let among_writers = options.prefill_among_writers;
-        if among_writers == 0 {
-            let (parameter, expected) = ("prefill_among_writers", "at least 1");
+        let while_decoding = options.prefill_while_decoding;
+        if while_decoding == 0 {
+            let (parameter, expected) = ("prefill_while_decoding", "at least 1");
             return Err(Error::Scheduling { parameter, found: 0.0, expected });
         }
-        Ok(Self { room, among_writers, share, owed: Duration::ZERO })
+        Ok(Self { room, while_decoding, share, owed: Duration::ZERO })
     }
 
     /// Tokens of each session for the next step, 0 for those that are not in it. Somebody is, if
     /// there is anybody.
     ///
-    /// Every writer has a token, as far as there is room, those that waited longest first. What is left
-    /// goes to prompts, unless writers are owed time: the one that waited longest has as long a piece
-    /// as there is room for.
+    /// Every session that decodes has a token, as far as there is room, those that waited longest
+    /// first. What is left goes to prompts, unless those that decode are owed time: the one that waited
+    /// longest has as long a piece as there is room for.
     pub(super) fn next(&self, needs: &[Need]) -> Vec<usize> {
         let mut order: Vec<usize> = (0..needs.len()).collect();
         order.sort_by_key(|&i| (Reverse(needs[i].priority), needs[i].last_step, i));
-        let (writers, readers): (Vec<usize>, Vec<usize>) =
+        let (decoding, prefilling): (Vec<usize>, Vec<usize>) =
             order.into_iter().partition(|&i| needs[i].prompt == 0);
-        let readers = match writers.is_empty() || self.owed.is_zero() {
-            true => readers,
+        let prefilling = match decoding.is_empty() || self.owed.is_zero() {
+            true => prefilling,
             false => Vec::new(),
         };
         let mut tokens = vec![0; needs.len()];
-        // A place for a prompt is kept free: otherwise many writers would hold it up for ever.
-        let kept = usize::from(!readers.is_empty());
+        // A place for a prompt is kept free: otherwise many that decode would hold it up for ever.
+        let kept = usize::from(!prefilling.is_empty());
         let mut left = self.room;
-        for &writer in writers.iter().take(self.room - kept) {
-            tokens[writer] = 1;
+        for &session in decoding.iter().take(self.room - kept) {
+            tokens[session] = 1;
             left -= 1;
         }
-        if !writers.is_empty() {
-            left = left.min(self.among_writers);
+        if !decoding.is_empty() {
+            left = left.min(self.while_decoding);
         }
-        for reader in readers {
-            tokens[reader] = needs[reader].prompt.min(left);
-            left -= tokens[reader];
+        for session in prefilling {
+            tokens[session] = needs[session].prompt.min(left);
+            left -= tokens[session];
         }
         tokens
     }
 
-    /// A step took so long: with tokens of prompts and a token each of some writers, while `writers` in
-    /// all would have liked to write.
-    pub(super) fn took(&mut self, prompt: usize, written: usize, writers: usize, time: Duration) {
-        if writers == 0 {
+    /// A step took so long: with tokens of prompts and a token each of some sessions, while so many
+    /// in all were decoding.
+    pub(super) fn took(&mut self, prompt: usize, written: usize, decoding: usize, time: Duration) {
+        if decoding == 0 {
             self.owed = Duration::ZERO;
         } else if prompt == 0 {
             self.owed = self.owed.saturating_sub(time);
@@ -145,7 +145,7 @@ mod tests {
             let options = SchedulerOptions { prefill_share, ..Default::default() };
             assert!(Agenda::new(8, &options).is_err());
         }
-        let options = SchedulerOptions { prefill_among_writers: 0, ..Default::default() };
+        let options = SchedulerOptions { prefill_while_decoding: 0, ..Default::default() };
         assert!(Agenda::new(8, &options).is_err());
     }
 
@@ -160,7 +160,7 @@ mod tests {
             let options = SchedulerOptions { prefill_share: share, ..Default::default() };
             let mut agenda = agenda(room, options);
             let mut last = vec![0u64; prompts.len()];
-            // A prompt's piece owes at most this many steps of writers.
+            // A prompt's piece owes at most this many steps of decoding.
             let most = prompts.len() as u64 * (2 + (30.0 * (1.0 - share) / share) as u64 * 2);
             for step in 1..400u64 {
                 let needs: Vec<Need> =
@@ -168,7 +168,7 @@ mod tests {
                 let tokens = agenda.next(&needs);
                 prop_assert!(tokens.iter().sum::<usize>() <= room);
                 prop_assert!(tokens.iter().any(|&n| n > 0));
-                let writers = prompts.iter().filter(|&&p| p == 0).count();
+                let decoding = prompts.iter().filter(|&&p| p == 0).count();
                 let (mut prompt, mut written) = (0, 0);
                 for (i, &n) in tokens.iter().enumerate() {
                     if n == 0 {
@@ -186,7 +186,7 @@ mod tests {
                     }
                 }
                 let time = Duration::from_secs(if prompt > 0 { prompt_costs.into() } else { 1 });
-                agenda.took(prompt, written, writers, time);
+                agenda.took(prompt, written, decoding, time);
             }
         }
     }

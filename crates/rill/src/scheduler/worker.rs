@@ -193,7 +193,7 @@ impl Worker {
             }
         };
         let start = Instant::now();
-        let writers = self.running.iter().filter(|job| job.remaining() == 0).count();
+        let decoding = self.running.iter().filter(|job| job.remaining() == 0).count();
         let mut parts = Vec::new();
         let (mut prompt, mut written) = (0, 0);
         for (job, &n) in self.running.iter_mut().zip(&tokens).filter(|(_, n)| **n > 0) {
@@ -208,7 +208,7 @@ impl Worker {
         }
         let stepped = self.engine.step(&mut parts);
         drop(parts);
-        self.agenda.took(prompt, written, writers, start.elapsed());
+        self.agenda.took(prompt, written, decoding, start.elapsed());
         let taking_part = tokens.iter().filter(|n| **n > 0).count();
         let mut outcomes = match stepped {
             Ok(logits) => logits.into_iter().map(Ok).collect::<Vec<_>>().into_iter(),
