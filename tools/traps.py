@@ -34,6 +34,7 @@ BATCHES = "-p rill --test batches"
 SCHEDULER = "-p rill --test scheduler"
 AGENDA = "-p rill --lib agenda"
 SAVED = "-p rill --test saved"
+FILES = "-p rill-stream --lib files"
 
 # name, file, [(old, new) or (old, new, another file)], tests that must fail
 FAULTS = [
@@ -203,9 +204,12 @@ FAULTS = [
     ("a_session_for_any_weights", "crates/rill/src/saved.rs", [
         ("if head.model != model {", "if false && head.model != model {"),
     ], [SAVED]),
-    ("an_answer_is_saved_over_itself", "crates/rill/src/saved.rs", [
-        ("    name.push(\".part\");\n", ""),
-    ], [SAVED]),
+    ("a_file_goes_before_the_next_is_whole", "crates/rill-stream/src/files.rs", [
+        ("        let aside = create_aside(", "        let _ = fs::remove_file(&path);\n        let aside = create_aside("),
+    ], [FILES, SAVED]),
+    ("a_living_writer_is_cleared_away", "crates/rill-stream/src/files.rs", [
+        ("file.try_lock().is_ok() && ", "file.metadata().is_ok() && "),
+    ], [FILES]),
     ("inputs_beyond_the_last_sixteen_forgotten", "crates/rill-kernels/src/lanes.rs", [
         ("ragged::<F, R, V>(rows, x, at, end);", "ragged::<F, R, V>(rows, x, at, at);"),
     ], [KERNELS, PRODUCTS]),

@@ -1,12 +1,12 @@
 //! Standard output, interruption and files that appear whole or not at all.
 
-use std::fs;
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
+use rill_stream::{Access, WholeFile};
 
 /// How a command that did not fail ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,46 +50,20 @@ pub(crate) fn interrupt_flag() -> Result<Arc<AtomicBool>> {
     Ok(flag)
 }
 
-/// Writes a file aside, syncs it and moves it into place, so that no failure leaves half of it
-/// and an old one survives until the new one is whole.
+/// Writes a file that no failure leaves half of: an old one survives until the new one is whole.
 pub(crate) fn write_file(
     path: &Path,
     write: impl FnOnce(&mut dyn Write) -> Result<Outcome>,
 ) -> Result<Outcome> {
     let what = || format!("cannot write {}", path.display());
-    // The file behind a link is replaced, not the link.
-    let path = &fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    if path.exists() && !path.is_file() {
-        // Moving a file over a device would put an end to the device.
-        return Err(anyhow!("it exists and is not a regular file")).with_context(what);
-    }
-    let folder = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    let mut file = builder().tempfile_in(folder).with_context(what)?;
-    let mut out = io::BufWriter::new(&mut file);
-    let outcome = write(&mut out).and_then(|outcome| {
-        out.flush()?;
-        Ok(outcome)
-    });
-    drop(out);
+    let mut file = WholeFile::create(path, Access::Usual).with_context(what)?;
     // What went wrong elsewhere is not the file's fault.
-    let outcome = outcome.map_err(|e| if e.is::<io::Error>() { e.context(what()) } else { e })?;
+    let outcome =
+        write(&mut file).map_err(|e| if e.is::<io::Error>() { e.context(what()) } else { e })?;
     if outcome == Outcome::Done {
-        file.as_file().sync_all().with_context(what)?;
-        file.persist(path).map_err(|e| e.error).with_context(what)?;
+        file.finish().with_context(what)?;
     }
     Ok(outcome)
-}
-
-/// Makes files with the permissions of any new file, not those of a secret.
-fn builder() -> tempfile::Builder<'static, 'static> {
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".rill-");
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    builder
 }
 
 /// A number of bytes for people, in powers of 1,000.

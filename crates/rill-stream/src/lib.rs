@@ -7,10 +7,12 @@
 //! - [`Trace`] is recorded routing, and [`replay()`] judges a policy by it.
 //! - [`Ledger`] holds everybody to the budget; [`machine`] says how large it may be, and when to give
 //!   some of it back.
+//! - [`WholeFile`] appears whole or not at all.
 
 mod buffer;
 mod cache;
 mod error;
+mod files;
 mod key;
 mod ledger;
 pub mod machine;
@@ -25,6 +27,7 @@ mod trace;
 pub use buffer::{AlignedBuf, BUFFER_ALIGN};
 pub use cache::{CacheCounters, CacheOptions, ExpertCache, FetchError, Occupancy, Records};
 pub use error::StreamError;
+pub use files::{Access, WholeFile, remove_leftovers, write_whole};
 pub use key::{ExpertKey, Geometry};
 pub use ledger::{Lease, Ledger, OverBudget};
 pub use place::{Extent, Placement, Record};

@@ -4,13 +4,12 @@
 //! metadata `n_experts`. A file without `n_experts` (they come from other programs) is taken to have
 //! just enough experts for its largest id.
 
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::{Geometry, StreamError};
+use crate::files::read_whole;
+use crate::{Access, Geometry, StreamError, write_whole};
 
 /// Which experts a run of tokens used, in every layer that has experts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -178,7 +177,7 @@ impl Trace {
         while !header.len().is_multiple_of(8) {
             header.push(' ');
         }
-        write_whole(path, |out| {
+        write_whole(path, Access::Usual, |out| {
             out.write_all(&(header.len() as u64).to_le_bytes())?;
             out.write_all(header.as_bytes())?;
             self.ids.iter().try_for_each(|id| out.write_all(&id.to_le_bytes()))
@@ -214,47 +213,6 @@ impl Trace {
         let choice = token * self.geometry.n_layers as usize + layer as usize;
         &self.ids[choice * self.top_k..][..self.top_k]
     }
-}
-
-/// Reads a regular file of at most `max_bytes`.
-pub(crate) fn read_whole(path: &Path, max_bytes: u64) -> Result<Vec<u8>, StreamError> {
-    let io = |doing| move |source| StreamError::Io { file: path.to_owned(), doing, source };
-    // Asked before opening, because opening a pipe waits for its other end.
-    if !fs::metadata(path).map_err(io("opening"))?.is_file() {
-        return Err(StreamError::NotAFile { file: path.to_owned() });
-    }
-    let file = File::open(path).map_err(io("opening"))?;
-    let mut bytes = Vec::new();
-    // Not trusting the file to keep the size it had: the read ends one byte too late.
-    file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(io("reading"))?;
-    if bytes.len() as u64 > max_bytes {
-        return Err(StreamError::FileTooLarge { file: path.to_owned(), max_bytes });
-    }
-    Ok(bytes)
-}
-
-/// Writes a file aside, syncs it and moves it into place.
-pub(crate) fn write_whole(
-    path: &Path,
-    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
-) -> Result<(), StreamError> {
-    let io = |doing| move |source| StreamError::Io { file: path.to_owned(), doing, source };
-    let folder = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".rill-");
-    // The permissions of any new file, not those of a secret.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let mut file = builder.tempfile_in(folder).map_err(io("creating"))?;
-    let mut out = BufWriter::new(&mut file);
-    write(&mut out).and_then(|()| out.flush()).map_err(io("writing"))?;
-    drop(out);
-    file.as_file().sync_all().map_err(io("writing"))?;
-    file.persist(path).map_err(|e| io("moving into place")(e.error))?;
-    Ok(())
 }
 
 #[derive(Deserialize)]

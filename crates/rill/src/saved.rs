@@ -1,7 +1,7 @@
 //! Sessions in files.
 //!
-//! A file is written aside, synced and moved into place, so an interrupted save leaves the file that
-//! was there before. It is for the model that wrote it, and for no other: its latents and states mean
+//! A file appears whole or not at all, so an interrupted save leaves the file that was there before. It
+//! is for the model that wrote it, and for no other: its latents and states mean
 //! nothing to other weights. All numbers are little-endian:
 //!
 //! | bytes | what |
@@ -14,13 +14,13 @@
 //! | 4 each | of each layer: a KDA layer's heads, then q, k and v convolution inputs; an MLA layer's cache |
 //! | 8 | XXH3-64 of all that comes before |
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rill_format::container::Checksum;
 use rill_format::{DataFile, DataPlace};
-use rill_stream::StreamError;
+use rill_stream::{Access, StreamError, write_whole};
 use serde::{Deserialize, Serialize};
 
 use crate::engine::Engine;
@@ -59,16 +59,8 @@ impl Engine {
             tokens: session.position(),
             note: note.to_owned(),
         };
-        let io = |doing| move |source| StreamError::Io { file: path.to_owned(), doing, source };
-        let aside = aside(path);
-        let written = write(&aside, &head, session).map_err(io("writing"));
-        let moved = written.and_then(|()| {
-            fs::rename(&aside, path).map_err(io("moving into place"))?;
-            sync_folder(path);
-            Ok(())
-        });
-        // Whatever is wrong with it is told already.
-        moved.inspect_err(|_| drop(fs::remove_file(&aside)))?;
+        // Conversations are their owner's.
+        write_whole(path, Access::Owner, |out| write(out, &head, session))?;
         Ok(())
     }
 
@@ -143,21 +135,8 @@ pub fn read_session_note(path: &Path) -> Result<String, Error> {
     Ok(head.note)
 }
 
-/// Where a file is written before it is moved into place: always the same name, so that a save that was
-/// interrupted leaves at most one.
-fn aside(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".part");
-    name.into()
-}
-
-fn write(path: &Path, head: &Head, session: &Session) -> io::Result<()> {
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(true);
-    // Conversations are their owner's.
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let mut out = Output { file: options.open(path)?, sum: Checksum::default() };
+fn write(out: &mut dyn Write, head: &Head, session: &Session) -> io::Result<()> {
+    let mut out = Output { file: out, sum: Checksum::default() };
     let head = serde_json::to_vec(head)?;
     let head_bytes = u32::try_from(head.len()).ok().filter(|n| *n <= MAX_HEAD_BYTES);
     let head_bytes = head_bytes.ok_or_else(|| io::Error::other("the note is too long"))?;
@@ -170,8 +149,7 @@ fn write(path: &Path, head: &Head, session: &Session) -> io::Result<()> {
         out.write_words(values, |value| value.to_bits())?;
     }
     let sum = out.sum.finish().to_le_bytes();
-    out.file.write_all(&sum)?;
-    out.file.sync_all()
+    out.file.write_all(&sum)
 }
 
 /// What of a layer is in a file.
@@ -194,19 +172,6 @@ fn parts_mut(layer: &mut LayerState) -> Vec<&mut [f32]> {
         }
         LayerState::Mla(state) => vec![&mut state.cache],
     }
-}
-
-/// A folder's entry for a file that was moved, as far as the system has such a thing.
-fn sync_folder(path: &Path) {
-    #[cfg(unix)]
-    {
-        let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let folder = File::open(folder.unwrap_or(Path::new(".")));
-        // The file itself is safe; not every file system can do this.
-        let _ = folder.and_then(|folder| folder.sync_all());
-    }
-    #[cfg(not(unix))]
-    let _ = path;
 }
 
 /// A checksum of a few pieces of each file.
@@ -242,12 +207,12 @@ fn samples(files: &[DataFile]) -> Result<u64, Error> {
     Ok(sum.finish())
 }
 
-struct Output {
-    file: File,
+struct Output<'a> {
+    file: &'a mut dyn Write,
     sum: Checksum,
 }
 
-impl Output {
+impl Output<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.sum.update(bytes);
         self.file.write_all(bytes)

@@ -109,12 +109,11 @@ fn a_save_that_fails_leaves_the_older_file() {
     let engine = open(k3_tiny());
     saved(&engine, &path);
     let before = fs::read(&path).unwrap();
-    // What it would write first is in the way.
-    fs::create_dir(dir.path().join("talk.part")).unwrap();
-    let error = engine.save_session(&session(&engine, &IDS), &path, "").unwrap_err();
+    // Noticed when the file has begun.
+    let long = "x".repeat(17 << 20);
+    let error = engine.save_session(&session(&engine, &IDS), &path, &long).unwrap_err();
     assert!(error.to_string().contains("talk"), "{error}");
     assert_eq!(fs::read(&path).unwrap(), before);
-    fs::remove_dir(dir.path().join("talk.part")).unwrap();
     engine.save_session(&session(&engine, &IDS), &path, "").expect("nothing is in the way");
     let left: Vec<_> = fs::read_dir(dir.path()).unwrap().collect();
     assert_eq!(left.len(), 1, "nothing else is left: {left:?}");

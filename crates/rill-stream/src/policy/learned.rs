@@ -3,7 +3,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::trace::{read_whole, write_whole};
+use crate::files::{Access, read_whole, write_whole};
 use crate::{ExpertKey, Geometry, StreamError};
 
 /// How often each record was used in the long run, kept from one run to the next.
@@ -72,7 +72,9 @@ impl Learned {
             checksum: checksum(&counts),
             counts,
         };
-        write_whole(path, |out| serde_json::to_writer(out, &file).map_err(io::Error::from))
+        write_whole(path, Access::Usual, |out| {
+            serde_json::to_writer(out, &file).map_err(io::Error::from)
+        })
     }
 
     /// Layers and experts.
