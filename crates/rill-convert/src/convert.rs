@@ -868,11 +868,7 @@ impl Target {
             fingerprint(files.chain(state.run_checksums.iter().copied()).chain(records));
         let aside = OutFile::open(self.folder.join("manifest.json.part"), 0)?;
         aside.write_at(&manifest.to_bytes(), 0)?;
-        aside.sync()?;
-        let path = self.folder.join(MANIFEST);
-        let rename = fs::rename(&aside.path, &path);
-        rename.map_err(|e| io_error(&path, "moving the manifest into place", e))?;
-        sync_folder(&self.folder)?;
+        aside.move_into_place(&self.folder.join(MANIFEST))?;
         remove_notes(&self.folder)
     }
 }

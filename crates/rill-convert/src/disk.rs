@@ -126,6 +126,14 @@ impl OutFile {
     pub(crate) fn sync(&self) -> Result<(), ConvertError> {
         self.file.sync_all().map_err(|e| io_error(&self.path, "syncing", e))
     }
+
+    /// Gives what was written aside its name, durably. Asides have fixed names here: a conversion that
+    /// was killed is run again and writes over them.
+    pub(crate) fn move_into_place(self, path: &Path) -> Result<(), ConvertError> {
+        self.sync()?;
+        fs::rename(&self.path, path).map_err(|e| io_error(path, "moving it into place", e))?;
+        path.parent().map_or(Ok(()), sync_folder)
+    }
 }
 
 /// A text file that grows by whole lines, each durable before it counts.

@@ -334,10 +334,7 @@ fn write_headers(destination: &Path, source: &Checkpoint) -> Result<(), ConvertE
         aside.write_at(&bytes, at)?;
         at += bytes.len() as u64;
     }
-    aside.sync()?;
-    let path = destination.join(HEADERS);
-    fs::rename(&aside.path, &path).map_err(|e| io_error(&path, "moving it into place", e))?;
-    sync_folder(destination)
+    aside.move_into_place(&destination.join(HEADERS))
 }
 
 /// Reads the headers of some shards.

@@ -31,7 +31,7 @@ use rill_kernels::{Codec, Matrix};
 
 use crate::config;
 use crate::convert::{Control, Progress};
-use crate::disk::{OutFile, available_bytes, io_error, sync_folder};
+use crate::disk::{OutFile, available_bytes, io_error};
 use crate::error::ConvertError;
 use crate::place::{Class, GROUP, RunKey, class, run_key, trellis_or_q8};
 use crate::plan::{ExpertCodec, TrunkCodec, trellis_codec};
@@ -360,11 +360,7 @@ impl Synth {
         };
         let aside = OutFile::open(folder.join("manifest.json.part"), 0)?;
         aside.write_at(&bytes, 0)?;
-        aside.sync()?;
-        let path = folder.join(MANIFEST);
-        let rename = fs::rename(&aside.path, &path);
-        rename.map_err(|e| io_error(&path, "moving the manifest into place", e))?;
-        sync_folder(folder)
+        aside.move_into_place(&folder.join(MANIFEST))
     }
 }
 
