@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use rill_kernels::{Codec, Kernels, Matrix, Vq};
+use rill_kernels::{Codec, Kernels, LatentCache, LatentFormat, Matrix, Vq};
 
 fuzz_target!(|data: &[u8]| {
     let mut input = Input { data, state: 1 };
@@ -195,11 +195,13 @@ fn attention(input: &mut Input<'_>) {
     });
     let (positions, width) = (1 + input.below(150), 1 + input.below(40));
     let heads = 1 + input.below(9);
-    let (q, cache) = (input.numbers(heads * width), input.numbers(positions * width));
+    let (q, values) = (input.numbers(heads * width), input.numbers(positions * width));
+    let mut cache = LatentCache::new(LatentFormat::ALL[input.below(3)]);
+    cache.extend_from_slice(&values);
     let rank = 1 + input.below(width);
     same("attend", |k| {
         let mut out = vec![f32::NAN; heads * rank];
-        k.attend(&q, width, &cache, beta, &mut out);
+        k.attend(&q, width, cache.view(), beta, &mut out);
         out
     });
 }

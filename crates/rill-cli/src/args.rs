@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
-use rill::{KernelChoice, Sampling};
+use rill::{KernelChoice, LatentFormat, Sampling};
 use rill_convert::{ExpertCodec, TrunkCodec};
 use rill_kernels::{Kernels, NoSuchKernels};
 
@@ -69,6 +69,10 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) ctx: Option<u32>,
 
+    /// How latents of earlier positions are kept: bf16 and f16 take half the memory of f32, and round
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t = LatentChoice::F32)]
+    pub(crate) latents: LatentChoice,
+
     /// Which experts stay in memory: those used last (lru), those used most of late (lfu), or those
     /// that are likely to be used next (scored)
     #[arg(long, value_enum, default_value_t = Cache::Scored)]
@@ -117,6 +121,23 @@ pub(crate) struct EngineArgs {
     /// is the same
     #[arg(long, value_name = "SET", default_value = "fastest", value_parser = kernel_set)]
     pub(crate) kernels: KernelChoice,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum LatentChoice {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl From<LatentChoice> for LatentFormat {
+    fn from(choice: LatentChoice) -> Self {
+        match choice {
+            LatentChoice::F32 => Self::F32,
+            LatentChoice::F16 => Self::F16,
+            LatentChoice::Bf16 => Self::Bf16,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -297,7 +318,7 @@ pub(crate) struct EvalArgs {
     pub(crate) perplexity: Option<PathBuf>,
 
     /// Also compare with this model, from which the other was made: how far what is expected next and each
-    /// layer's output are from the original's
+    /// layer's output are from the original's, whose latents are f32 whatever --latents says
     #[arg(long, value_name = "PATH", requires = "perplexity", conflicts_with_all = ["text", "file", "ids"])]
     pub(crate) against: Option<PathBuf>,
 
@@ -456,6 +477,10 @@ pub(crate) struct PlanArgs {
     /// Longest context, in tokens
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) ctx: u32,
+
+    /// How latents of earlier positions are kept: bf16 and f16 take half the memory of f32, and round
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t = LatentChoice::F32)]
+    pub(crate) latents: LatentChoice,
 
     /// Print JSON
     #[arg(long, conflicts_with = "table")]

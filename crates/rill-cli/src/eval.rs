@@ -13,7 +13,7 @@ use rill::{
 };
 use serde_json::json;
 
-use crate::args::{EvalArgs, ModelArgs};
+use crate::args::{EngineArgs, EvalArgs, LatentChoice, ModelArgs};
 use crate::model::{Model, Needs};
 use crate::output::{Outcome, interrupt_flag, print, write_file};
 use crate::{prompt, stats};
@@ -173,7 +173,9 @@ fn perplexity(args: &EvalArgs, path: &Path) -> Result<Outcome> {
     };
     if let Some(against) = &args.against {
         let reference = Model::find(&ModelArgs { model: Some(against.clone()) })?;
-        let reference = reference.open(&args.engine, needs)?;
+        // What is compared with is as exact as it can be.
+        let exact = EngineArgs { latents: LatentChoice::F32, ..args.engine.clone() };
+        let reference = reference.open(&exact, needs)?;
         let compared = engine.compare(&reference, &ids, context, &mut progress);
         let compared = compared.with_context(|| path.display().to_string())?;
         print(comparison(args, &compared))?;

@@ -101,6 +101,7 @@ pub(crate) fn options(args: &EngineArgs, needs: Needs) -> EngineOptions {
     EngineOptions {
         budget_bytes: args.budget,
         context: args.ctx.map_or(needs.context, |ctx| ctx as usize),
+        latents: args.latents.into(),
         logits: needs.logits,
         sessions: needs.sessions,
         threads: args.threads.into(),

@@ -25,6 +25,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<Outcome> {
     let usual = EngineOptions::default();
     let run = EngineOptions {
         context: args.ctx as usize,
+        latents: args.latents.into(),
         threads: args.threads.into(),
         prefill_chunk: args.prefill_chunk.into(),
         lookahead: args.lookahead.map_or(usual.lookahead, usize::from),
@@ -106,6 +107,7 @@ fn facts(name: &str, fits: bool, plan: &Plan) -> serde_json::Value {
         "fits": fits,
         "budget_bytes": plan.options.budget_bytes,
         "context": plan.options.context,
+        "latents": plan.options.latents.name(),
         "floor_bytes": plan.floor_bytes,
         "recommended_bytes": plan.recommended_bytes,
         "planned_bytes": plan.shares.total(),

@@ -14,7 +14,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use rill_kernels::{Codec, Kernels, Matrix};
+use rill_kernels::{Codec, Kernels, LatentCache, LatentFormat, Matrix};
 
 /// Widths and counts of a model.
 struct Model {
@@ -224,14 +224,21 @@ fn mla(model: &Model, positions: usize, codec: Codec, report: &mut Report) {
         let query = &query[i % heads * HEAD..][..HEAD];
         k.columns(&matrix.row_range(i * HEAD..(i + 1) * HEAD), query, &mut out);
     });
-    let cache = numbers(layers * positions * WIDTH);
+    let values = numbers(layers * positions * WIDTH);
     let query = numbers(TOGETHER * WIDTH);
     let mut latents = numbers(TOGETHER * RANK);
     let parts = heads / TOGETHER;
-    report.time("attend, 32 heads", layers * parts, |k, i| {
-        let cache = &cache[i / parts * positions * WIDTH..][..positions * WIDTH];
-        k.attend(&query, WIDTH, cache, 0.07, &mut latents);
-    });
+    for format in LatentFormat::ALL {
+        let caches = values.chunks(positions * WIDTH).map(|values| {
+            let mut cache = LatentCache::new(format);
+            cache.extend_from_slice(values);
+            cache
+        });
+        let caches: Vec<_> = caches.collect();
+        report.time(&format!("attend, 32 heads, {format}"), layers * parts, |k, i| {
+            k.attend(&query, WIDTH, caches[i / parts].view(), 0.07, &mut latents);
+        });
+    }
     if model.k3 {
         let (mut x, gate) = (numbers(heads * HEAD), numbers(heads * HEAD));
         report.time("sigmoid_gate, heads", layers, |k, _| {

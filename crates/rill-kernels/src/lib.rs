@@ -11,6 +11,7 @@ mod codec;
 mod inputs;
 #[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 mod lanes;
+mod latents;
 pub mod math;
 mod matrix;
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
@@ -27,6 +28,7 @@ pub use codec::{
     Trellis, TrellisEncoder, TrellisKernels, TrellisMatrix, TrellisTables, Vq,
 };
 pub use inputs::Inputs;
+pub use latents::{LatentCache, LatentFormat, Latents};
 pub use matrix::Matrix;
 pub use pool::{Pool, PoolError};
 pub use table::{Kernels, NoSuchKernels};

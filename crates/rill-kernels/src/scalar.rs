@@ -7,6 +7,7 @@
 
 use crate::codec::plain::{bf16_at, dot_with, f32_at};
 use crate::codec::{Codec, PARTIALS, Vq, join, mxfp4, q4, q8, vq};
+use crate::latents::Latents;
 use crate::matrix::Matrix;
 use crate::{ATTENTION_BLOCK, math};
 
@@ -274,13 +275,15 @@ pub(crate) fn kda_step(
 /// `cache` (positions, width), `out` (heads, rank ≤ width) is the weighted mean of each row's first
 /// rank values.
 #[inline(always)]
-pub(crate) fn attend(q: &[f32], width: usize, cache: &[f32], scale: f32, out: &mut [f32]) {
+pub(crate) fn attend(q: &[f32], width: usize, cache: Latents<'_>, scale: f32, out: &mut [f32]) {
     let rank = out.len() / (q.len() / width);
+    let mut scratch = Vec::new();
     for (q, out) in q.chunks_exact(width).zip(out.chunks_exact_mut(rank)) {
         let mut softmax = Softmax::EMPTY;
         let mut weights = [0.0f32; ATTENTION_BLOCK];
         out.fill(0.0);
-        for block in cache.chunks(ATTENTION_BLOCK * width) {
+        for block in cache.blocks(width) {
+            let block = cache.decoded(block, &mut scratch);
             let weights = &mut weights[..block.len() / width];
             for (w, row) in weights.iter_mut().zip(block.chunks_exact(width)) {
                 *w = dot(q, row) * scale;

@@ -164,7 +164,13 @@ macro_rules! steps {
         }
 
         #[target_feature(enable = $features)]
-        pub(crate) fn attend(q: &[f32], width: usize, cache: &[f32], scale: f32, out: &mut [f32]) {
+        pub(crate) fn attend(
+            q: &[f32],
+            width: usize,
+            cache: Latents<'_>,
+            scale: f32,
+            out: &mut [f32],
+        ) {
             let rank = out.len() / (q.len() / width);
             if !width.is_multiple_of(16) || !rank.is_multiple_of(16) {
                 return scalar::attend(q, width, cache, scale, out);
@@ -180,7 +186,7 @@ macro_rules! steps {
         fn attend_heads(
             q: &[f32],
             width: usize,
-            cache: &[f32],
+            cache: Latents<'_>,
             scale: f32,
             rank: usize,
             out: &mut [f32],
@@ -189,8 +195,10 @@ macro_rules! steps {
             let mut softmax = [scalar::Softmax::EMPTY; HEADS];
             let mut weights = [[0.0; ATTENTION_BLOCK]; HEADS];
             let mut corrections = [0.0; HEADS];
+            let mut scratch = Vec::new();
             out.fill(0.0);
-            for block in cache.chunks(ATTENTION_BLOCK * width) {
+            for block in cache.blocks(width) {
+                let block = cache.decoded(block, &mut scratch);
                 let positions = block.len() / width;
                 score_block(q, width, block, scale, &mut weights);
                 for h in 0..heads {

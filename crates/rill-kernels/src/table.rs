@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::codec::{Codec, Mxfp4zKernels, TrellisKernels, Vq};
 use crate::inputs::Inputs;
+use crate::latents::Latents;
 use crate::matrix::Matrix;
 #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
 use crate::neon;
@@ -26,6 +27,7 @@ macro_rules! table {
         #[cfg(target_arch = "x86_64")]
         mod fused {
             use crate::codec::Vq;
+            use crate::latents::Latents;
             use crate::matrix::Matrix;
 
             $(
@@ -43,6 +45,7 @@ macro_rules! table {
         #[cfg(target_arch = "x86_64")]
         mod wide {
             use crate::codec::Vq;
+            use crate::latents::Latents;
             use crate::matrix::Matrix;
 
             $(
@@ -77,7 +80,7 @@ table! {
     decay_bounded(z: &[f32], bias: &[f32], rate: f32, lower_bound: f32, out: &mut [f32]);
     decay_unbounded(z: &[f32], bias: &[f32], rate: f32, out: &mut [f32]);
     kda_step(state: &mut [f32], decay: &[f32], q: &[f32], k: &[f32], v: &mut [f32], beta: f32, out: &mut [f32]);
-    attend(q: &[f32], width: usize, cache: &[f32], scale: f32, out: &mut [f32]);
+    attend(q: &[f32], width: usize, cache: Latents<'_>, scale: f32, out: &mut [f32]);
     sigmoid_gate(x: &mut [f32], gate: &[f32]);
     silu_product(gate: &mut [f32], up: &[f32]);
     situ_product(gate: &mut [f32], up: &[f32], beta: f32, linear_beta: f32);
@@ -390,7 +393,7 @@ impl Kernels {
 
     /// Attention of every head's query in `q` (heads, width) over `cache` (positions ≥ 1, width);
     /// `out` (heads, rank ≤ width) becomes the weighted mean of the rows' first values.
-    pub fn attend(&self, q: &[f32], width: usize, cache: &[f32], scale: f32, out: &mut [f32]) {
+    pub fn attend(&self, q: &[f32], width: usize, cache: Latents<'_>, scale: f32, out: &mut [f32]) {
         assert!(width > 0 && !q.is_empty() && q.len().is_multiple_of(width));
         let heads = q.len() / width;
         assert!(out.len().is_multiple_of(heads) && out.len() <= q.len());

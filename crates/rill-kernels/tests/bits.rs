@@ -2,7 +2,9 @@
 //! binary64.
 
 use proptest::prelude::*;
-use rill_kernels::{Codec, Kernels, Matrix, Pool, Vq, math, ulp_error};
+use rill_kernels::{
+    Codec, Kernels, LatentCache, LatentFormat, Latents, Matrix, Pool, Vq, math, ulp_error,
+};
 
 /// Small, fast, seeded numbers: xorshift64*.
 struct Rng(u64);
@@ -531,7 +533,7 @@ fn attention_is_the_softmax_mean_over_any_number_of_blocks() {
         let cache = rng.vec(positions * width);
         let got = every_set("attend", |k| {
             let mut out = vec![0.0; rank];
-            k.attend(&q, width, &cache, 0.3, &mut out);
+            k.attend(&q, width, Latents::F32(&cache), 0.3, &mut out);
             out
         });
         let score = |row: &[f32]| {
@@ -570,14 +572,45 @@ fn attention_agrees_on_every_shape() {
         let q = numbers(&mut rng, shift + heads * width);
         let cache = numbers(&mut rng, shift + positions * width);
         let attend = |k: &Kernels, q: &[f32], heads: usize| {
+            let cache = Latents::F32(&cache[shift..]);
             let mut out = vec![7.0; shift + heads * rank];
-            k.attend(q, width, &cache[shift..], 0.3, &mut out[shift..]);
+            k.attend(q, width, cache, 0.3, &mut out[shift..]);
             out.split_off(shift)
         };
         let what = format!("{heads} heads of {width} and {rank}, {positions} positions");
         let together = every_set(&what, |k| attend(k, &q[shift..], heads));
         let alone = q[shift..].chunks(width).flat_map(|q| attend(&Kernels::SCALAR, q, 1));
         same_bits(&what, &together, &alone.collect::<Vec<f32>>());
+    }
+}
+
+#[test]
+fn attention_over_halves_is_attention_over_their_values() {
+    let mut rng = Rng(48);
+    for (case, width) in [1, 15, 16, 40, 64, 144, 576].into_iter().cycle().take(84).enumerate() {
+        let (heads, positions) = (1 + case % 35, 1 + 13 * case % 131);
+        let q = rng.vec(heads * width);
+        let values =
+            if case % 4 == 0 { rng.wild(positions * width) } else { rng.vec(positions * width) };
+        for format in [LatentFormat::F16, LatentFormat::Bf16] {
+            let mut cache = LatentCache::new(format);
+            cache.extend_from_slice(&values);
+            let rounded: Vec<f32> = values
+                .iter()
+                .map(|&x| match format {
+                    LatentFormat::Bf16 => half::bf16::from_f32(x).to_f32(),
+                    _ => half::f16::from_f32(x.clamp(-65504.0, 65504.0)).to_f32(),
+                })
+                .collect();
+            let attend = |k: &Kernels, cache| {
+                let mut out = vec![7.0; heads * width];
+                k.attend(&q, width, cache, 0.3, &mut out);
+                out
+            };
+            let what = format!("{format}, {heads} heads of {width}, {positions} positions");
+            let got = every_set(&what, |k| attend(k, cache.view()));
+            same_bits(&what, &got, &attend(&Kernels::SCALAR, Latents::F32(&rounded)));
+        }
     }
 }
 
@@ -594,7 +627,7 @@ fn attention_of_infinite_and_missing_scores_agrees() {
             }
             every_set(&format!("{score} at {bad:?}"), |k| {
                 let mut out = vec![0.0; heads * rank];
-                k.attend(&q, width, &cache, 0.5, &mut out);
+                k.attend(&q, width, Latents::F32(&cache), 0.5, &mut out);
                 out
             });
         }

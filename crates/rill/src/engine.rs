@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rill_format::{Checkpoint, Folder, FormatError};
-use rill_kernels::{Kernels, NoSuchKernels, Pool};
+use rill_kernels::{Kernels, LatentFormat, NoSuchKernels, Pool};
 use rill_stream::machine::Pressure;
 use rill_stream::policy::Learned;
 use rill_stream::{
@@ -44,6 +44,9 @@ pub struct EngineOptions {
     pub budget_bytes: u64,
     /// Longest conversation, in tokens; more than the model was made for means as much as it was.
     pub context: usize,
+    /// How the latents that attention remembers of every position are kept: in f32, or rounded, in half
+    /// the memory. A session is one of the format that its engine was opened with.
+    pub latents: LatentFormat,
     /// Sessions that memory is set aside for; more find room as far as the budget has any left.
     pub sessions: usize,
     /// Positions whose logits may be asked for at once, for which memory is set aside; more are
@@ -87,6 +90,7 @@ impl Default for EngineOptions {
         Self {
             budget_bytes: 0,
             context: 4096,
+            latents: LatentFormat::F32,
             sessions: 1,
             logits: 1,
             snapshot_bytes: 0,
@@ -114,6 +118,7 @@ impl EngineOptions {
         PlanOptions {
             budget_bytes: self.budget_bytes,
             context: self.context.max(1),
+            latents: self.latents,
             prefill_chunk: self.prefill_chunk.max(1),
             lookahead: self.lookahead,
             threads: self.computing_threads() + readers,
@@ -281,6 +286,7 @@ impl Engine {
         let home = Arc::new(Home {
             config: config.clone(),
             ledger: ledger.clone(),
+            latents: options.latents,
             lines: plan.session_lines().collect(),
         });
         Ok(Self {

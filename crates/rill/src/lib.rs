@@ -71,6 +71,7 @@ pub use generate::{FinishReason, GenerateOptions, Generation, Token};
 pub use log::Log;
 pub use perplexity::Perplexity;
 pub use rill_format::{Checkpoint, Folder, FormatError};
+pub use rill_kernels::LatentFormat;
 pub use rill_stream::machine::Pressure;
 pub use rill_stream::policy::Learned;
 pub use rill_stream::{

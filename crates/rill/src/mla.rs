@@ -57,7 +57,7 @@ pub(crate) fn forward(
     let mut parts = Vec::new();
     let (mut row, mut rest, mut work) = (0, mixed.as_mut_slice(), 0);
     for (state, n) in states.iter() {
-        let (n, cache) = (*n, state.cache.as_slice());
+        let (n, cache) = (*n, state.cache.view());
         let (own, others) = rest.split_at_mut(n * heads * v_dim);
         let of_heads = own.chunks_mut(per_part * n * v_dim).enumerate();
         parts.extend(of_heads.map(|(part, mixed)| (row, n, cache, part * per_part, mixed)));
@@ -87,7 +87,7 @@ pub(crate) fn forward(
             for t in tokens.clone() {
                 let queries = &queries[at(t, 0) * width..at(t + 1, 0) * width];
                 let latents = &mut latents[at(t, 0) * rank..at(t + 1, 0) * rank];
-                kernels.attend(queries, width, &cache[..(past + t + 1) * width], scale, latents);
+                kernels.attend(queries, width, cache.first((past + t + 1) * width), scale, latents);
             }
             for (i, h) in heads_here.clone().enumerate() {
                 let row = h * (nope + v_dim) + nope;

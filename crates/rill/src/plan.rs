@@ -7,6 +7,7 @@ mod sizes;
 
 use std::fmt;
 
+use rill_kernels::LatentFormat;
 use rill_stream::machine::{self, MemoryLimit};
 
 use crate::error::Error;
@@ -19,7 +20,7 @@ pub use sizes::{Recode, Sizes, TokenWeights};
 /// allocator keeps for itself.
 pub const PROCESS_BYTES: u64 = 48 << 20;
 /// What a thread that computes or reads touches of its stack and its part of the heap: 27 kB were
-/// measured with the demo model, and allocators keep a part of the heap for each.
+/// measured with the demo model, 144 KiB is a block of K3's latents that were kept as halves, and allocators keep a part of the heap for each.
 pub const THREAD_BYTES: u64 = 256 << 10;
 /// What a published checkpoint's index takes for each tensor: 159 bytes were measured with K3's
 /// 497,220, to which the engine adds up to 12 to find the tensors of an expert.
@@ -113,6 +114,8 @@ pub struct PlanOptions {
     pub budget_bytes: u64,
     /// Longest context, in tokens. The cache for all of it is counted from the start.
     pub context: usize,
+    /// How what attention remembers is kept.
+    pub latents: LatentFormat,
     /// Longest piece of a prompt that passes through a layer together, in tokens.
     pub prefill_chunk: usize,
     /// Experts of the next layer that may be read ahead, each into a slot of its own.
@@ -133,6 +136,7 @@ impl Default for PlanOptions {
         Self {
             budget_bytes: 0,
             context: 4096,
+            latents: LatentFormat::F32,
             prefill_chunk: 64,
             lookahead: 0,
             threads,
@@ -312,7 +316,10 @@ impl Plan {
                 1 => "of one session, before and after a step".to_owned(),
                 n => format!("of {n} sessions, before and after a step"),
             },
-            format!("{} tokens of context", self.options.context),
+            match self.options.latents {
+                LatentFormat::F32 => format!("{} tokens of context", self.options.context),
+                format => format!("{} tokens of context, {format}", self.options.context),
+            },
             match self.options.snapshot_bytes {
                 0 => "none are kept".to_owned(),
                 _ => "beginnings of conversations".to_owned(),
@@ -397,7 +404,8 @@ impl<'a> Planner<'a> {
             vectors: sizes.vector_bytes,
             state: sizes.session_bytes.saturating_mul(sessions),
             cache: sizes
-                .cache_bytes_per_token
+                .cache_values_per_token
+                .saturating_mul(options.latents.bytes() as u64)
                 .saturating_mul(options.context as u64)
                 .saturating_mul(sessions),
             snapshots: options.snapshot_bytes,

@@ -9,9 +9,10 @@
 //! | 8 | `RILLSESS` |
 //! | 4 | version, 1 |
 //! | 4 | length of the head |
-//! | head | JSON: `model`, `tokens` (how many), `note` (the caller's) |
+//! | head | JSON: `model`, `tokens` (how many), `note` (the caller's), `latents` (`f16` or `bf16`; else f32) |
 //! | 4 each | the tokens |
-//! | 4 each | of each layer: a KDA layer's heads, then q, k and v convolution inputs; an MLA layer's cache |
+//! | 4 each | of each layer: a KDA layer's heads, then q, k and v convolution inputs; an MLA layer's cache, |
+//! | 2 each | if its latents are halves |
 //! | 8 | XXH3-64 of all that comes before |
 
 use std::fs::{self, File};
@@ -20,6 +21,7 @@ use std::path::Path;
 
 use rill_format::container::Checksum;
 use rill_format::{DataFile, DataPlace};
+use rill_kernels::{LatentCache, LatentFormat};
 use rill_stream::{Access, StreamError, write_whole};
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +43,9 @@ struct Head {
     model: String,
     tokens: usize,
     note: String,
+    /// How latents are kept; absent means f32.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    latents: Option<String>,
 }
 
 impl Engine {
@@ -58,6 +63,9 @@ impl Engine {
             model: self.model_identity()?,
             tokens: session.position(),
             note: note.to_owned(),
+            latents: Some(self.home.latents)
+                .filter(|format| *format != LatentFormat::F32)
+                .map(|format| format.name().to_owned()),
         };
         // Conversations are their owner's.
         write_whole(path, Access::Owner, |out| write(out, &head, session))?;
@@ -77,6 +85,10 @@ impl Engine {
         if head.model != model {
             return Err(input.wrong("its model", model, head.model));
         }
+        let latents = head.latents.as_deref().unwrap_or(LatentFormat::F32.name());
+        if latents != self.home.latents.name() {
+            return Err(input.wrong("its latents", self.home.latents, latents));
+        }
         let max_positions = self.plan.options.context;
         if head.tokens > max_positions {
             return Err(Error::ContextFull { positions: head.tokens, max_positions });
@@ -84,19 +96,20 @@ impl Engine {
         let mut session = self.new_session();
         session.admit()?;
         session.resize(head.tokens);
-        let values: usize = session.layers.iter().flat_map(parts).map(<[f32]>::len).sum();
-        let expected = 16 + head_bytes + 4 * (head.tokens + values) as u64 + 8;
+        let values: usize = session.layers.iter().flat_map(parts).map(Values::bytes).sum();
+        let expected = 16 + head_bytes + (4 * head.tokens + values) as u64 + 8;
         if input.bytes != expected {
             return Err(input.wrong("its length", format!("{expected} bytes"), input.bytes));
         }
 
-        let mut tokens = vec![0.0; head.tokens];
-        input.read_values(&mut tokens)?;
-        // Any 32 bits are kept as they are.
-        let tokens: Vec<u32> = tokens.into_iter().map(f32::to_bits).collect();
+        let mut tokens = vec![0; head.tokens];
+        input.read_words(&mut tokens, u32::from_le_bytes)?;
         for layer in &mut session.layers {
             for values in parts_mut(layer) {
-                input.read_values(values)?;
+                match values {
+                    ValuesMut::F32(values) => input.read_words(values, f32::from_le_bytes)?,
+                    ValuesMut::Halves(bits) => input.read_words(bits, u16::from_le_bytes)?,
+                }
             }
         }
         let found = input.sum.finish();
@@ -144,33 +157,61 @@ fn write(out: &mut dyn Write, head: &Head, session: &Session) -> io::Result<()> 
     out.write(&VERSION.to_le_bytes())?;
     out.write(&head_bytes.to_le_bytes())?;
     out.write(&head)?;
-    out.write_words(session.tokens(), |token| *token)?;
+    out.write_words(session.tokens(), |token| token.to_le_bytes())?;
     for values in session.layers.iter().flat_map(parts) {
-        out.write_words(values, |value| value.to_bits())?;
+        match values {
+            Values::F32(values) => out.write_words(values, |value| value.to_le_bytes())?,
+            Values::Halves(bits) => out.write_words(bits, |bits| bits.to_le_bytes())?,
+        }
     }
     let sum = out.sum.finish().to_le_bytes();
     out.file.write_all(&sum)
 }
 
+enum Values<'a> {
+    F32(&'a [f32]),
+    Halves(&'a [u16]),
+}
+
+enum ValuesMut<'a> {
+    F32(&'a mut [f32]),
+    Halves(&'a mut [u16]),
+}
+
+impl Values<'_> {
+    fn bytes(self) -> usize {
+        match self {
+            Self::F32(values) => 4 * values.len(),
+            Self::Halves(bits) => 2 * bits.len(),
+        }
+    }
+}
+
 /// What of a layer is in a file.
-fn parts(layer: &LayerState) -> Vec<&[f32]> {
+fn parts(layer: &LayerState) -> Vec<Values<'_>> {
     match layer {
         LayerState::Kda(state) => {
-            let conv = state.now.conv.iter().map(Vec::as_slice);
-            [state.now.heads.as_slice()].into_iter().chain(conv).collect()
+            let all = [&state.now.heads].into_iter().chain(&state.now.conv);
+            all.map(|values| Values::F32(values)).collect()
         }
-        LayerState::Mla(state) => vec![&state.cache],
+        LayerState::Mla(state) => vec![match &state.cache {
+            LatentCache::F32(values) => Values::F32(values),
+            LatentCache::F16(bits) | LatentCache::Bf16(bits) => Values::Halves(bits),
+        }],
     }
 }
 
 /// Where it is read to: a session that has just been read commits it, as it does a step.
-fn parts_mut(layer: &mut LayerState) -> Vec<&mut [f32]> {
+fn parts_mut(layer: &mut LayerState) -> Vec<ValuesMut<'_>> {
     match layer {
         LayerState::Kda(state) => {
-            let conv = state.next.conv.iter_mut().map(Vec::as_mut_slice);
-            [state.next.heads.as_mut_slice()].into_iter().chain(conv).collect()
+            let all = [&mut state.next.heads].into_iter().chain(&mut state.next.conv);
+            all.map(|values| ValuesMut::F32(values)).collect()
         }
-        LayerState::Mla(state) => vec![&mut state.cache],
+        LayerState::Mla(state) => vec![match &mut state.cache {
+            LatentCache::F32(values) => ValuesMut::F32(values),
+            LatentCache::F16(bits) | LatentCache::Bf16(bits) => ValuesMut::Halves(bits),
+        }],
     }
 }
 
@@ -218,11 +259,15 @@ impl Output<'_> {
         self.file.write_all(bytes)
     }
 
-    fn write_words<T>(&mut self, values: &[T], word: impl Fn(&T) -> u32) -> io::Result<()> {
-        let mut bytes = Vec::with_capacity(4 * BLOCK.min(values.len()));
+    fn write_words<T, const N: usize>(
+        &mut self,
+        values: &[T],
+        word: impl Fn(&T) -> [u8; N],
+    ) -> io::Result<()> {
+        let mut bytes = Vec::with_capacity(N * BLOCK.min(values.len()));
         for values in values.chunks(BLOCK) {
             bytes.clear();
-            bytes.extend(values.iter().flat_map(|value| word(value).to_le_bytes()));
+            bytes.extend(values.iter().flat_map(&word));
             self.write(&bytes)?;
         }
         Ok(())
@@ -284,13 +329,17 @@ impl<'a> Input<'a> {
         }
     }
 
-    fn read_values(&mut self, values: &mut [f32]) -> Result<(), Error> {
-        let mut bytes = vec![0; 4 * BLOCK.min(values.len())];
+    fn read_words<T, const N: usize>(
+        &mut self,
+        values: &mut [T],
+        value: impl Fn([u8; N]) -> T,
+    ) -> Result<(), Error> {
+        let mut bytes = vec![0; N * BLOCK.min(values.len())];
         for values in values.chunks_mut(BLOCK) {
-            let bytes = &mut bytes[..4 * values.len()];
+            let bytes = &mut bytes[..N * values.len()];
             self.read(bytes)?;
-            for (value, word) in values.iter_mut().zip(bytes.as_chunks().0) {
-                *value = f32::from_bits(u32::from_le_bytes(*word));
+            for (to, word) in values.iter_mut().zip(bytes.as_chunks().0) {
+                *to = value(*word);
             }
         }
         Ok(())

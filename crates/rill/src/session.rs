@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use rill_kernels::{LatentCache, LatentFormat};
 use rill_stream::{Lease, Ledger};
 
 use crate::config::{AttentionKind, ModelConfig};
@@ -41,6 +42,7 @@ pub struct Snapshot {
 pub(crate) struct Home {
     pub(crate) config: Arc<ModelConfig>,
     pub(crate) ledger: Ledger,
+    pub(crate) latents: LatentFormat,
     /// Purposes and bytes of what a session leases.
     pub(crate) lines: Vec<(&'static str, u64)>,
 }
@@ -72,10 +74,10 @@ pub(crate) struct Recurrent {
 }
 
 /// An MLA layer's cache.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct MlaState {
     /// (positions, kv_lora + rope): latent, then the shared key part.
-    pub(crate) cache: Vec<f32>,
+    pub(crate) cache: LatentCache,
 }
 
 impl Session {
@@ -86,7 +88,9 @@ impl Session {
                 now: Recurrent::new(config),
                 next: Recurrent::default(),
             }),
-            AttentionKind::Mla => LayerState::Mla(MlaState::default()),
+            AttentionKind::Mla => {
+                LayerState::Mla(MlaState { cache: LatentCache::new(home.latents) })
+            }
         });
         Self { layers: layers.collect(), tokens: Vec::new(), leases: Vec::new(), home }
     }
@@ -191,11 +195,14 @@ impl Session {
 
     /// Makes room for what a file holds of a session with so many tokens, where a step would write it.
     pub(crate) fn resize(&mut self, tokens: usize) {
-        let width = self.home.config.mla.kv_lora_rank + self.home.config.mla.qk_rope_head_dim;
+        let home = &self.home;
+        let width = home.config.mla.kv_lora_rank + home.config.mla.qk_rope_head_dim;
         for layer in &mut self.layers {
             match layer {
-                LayerState::Kda(state) => state.next = Recurrent::new(&self.home.config),
-                LayerState::Mla(state) => state.cache = vec![0.0; tokens * width],
+                LayerState::Kda(state) => state.next = Recurrent::new(&home.config),
+                LayerState::Mla(state) => {
+                    state.cache = LatentCache::zeros(home.latents, tokens * width)
+                }
             }
         }
     }
@@ -261,13 +268,13 @@ impl LayerState {
 
     /// Bytes of such a copy.
     fn bytes(&self) -> u64 {
-        let values = match self {
+        let bytes = match self {
             Self::Kda(state) => {
-                state.now.heads.len() + state.now.conv.iter().map(Vec::len).sum::<usize>()
+                4 * (state.now.heads.len() + state.now.conv.iter().map(Vec::len).sum::<usize>())
             }
-            Self::Mla(state) => state.cache.len(),
+            Self::Mla(state) => state.cache.len() * state.cache.format().bytes(),
         };
-        4 * values as u64
+        bytes as u64
     }
 }
 

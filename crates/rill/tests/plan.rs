@@ -188,6 +188,7 @@ fn the_largest_numbers_a_configuration_may_have_are_no_trouble() {
         assert!(sizes.working_set_bytes() > 1 << 60);
         let most = PlanOptions {
             context: 1 << 30,
+            latents: rill::LatentFormat::F32,
             sessions: usize::MAX,
             threads: usize::MAX,
             lookahead: 0,
@@ -279,7 +280,7 @@ fn any_sizes() -> impl Strategy<Value = Sizes> {
                 n_experts: n.max(k),
                 top_k: k,
                 session_bytes: session.0,
-                cache_bytes_per_token: session.1,
+                cache_values_per_token: session.1,
                 scratch_bytes_per_token: session.2,
                 logits_bytes: session.3,
                 index_bytes: 0,

@@ -32,7 +32,7 @@ fn a_forward_pass_takes_no_more_than_the_plan_counts_for_it() {
             let n = piece as u64;
             let scratch = sizes.logits_bytes + n * sizes.scratch_bytes_per_token;
             // The cache doubles when it grows, and an expert is read into a buffer.
-            let rest = 2 * n * sizes.cache_bytes_per_token + sizes.record_bytes;
+            let rest = 2 * n * 4 * sizes.cache_values_per_token + sizes.record_bytes;
             println!("{piece} tokens: {taken} bytes, planned {scratch} and {rest}");
             assert!(taken <= scratch + rest, "{piece}: {taken} of {scratch} and {rest}");
             // And a plan that counted several times too much would waste expert slots.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use rill::config::{Activation, AttentionKind, DecayGate, FfnKind, ModelConfig};
-use rill_kernels::{Codec, Kernels, Matrix};
+use rill_kernels::{Codec, Kernels, Latents, Matrix};
 use serde_json::{Value, json};
 
 use super::kernels::{GROUP, numbers};
@@ -185,7 +185,7 @@ fn mla(config: &ModelConfig, positions: usize, timer: &mut Timer<'_>) -> Result<
     let (query, mut latents) = (numbers(together * width), numbers(together * rank));
     timer.time("attend, some heads", layers * parts, |k, i| {
         let cache = &cache[i / parts % n * positions * width..][..positions * width];
-        k.attend(&query, width, cache, 0.07, &mut latents);
+        k.attend(&query, width, Latents::F32(cache), 0.07, &mut latents);
     });
     if mla.output_gate {
         let n = heads * mla.v_head_dim;

@@ -324,6 +324,22 @@ fn a_model_is_compared_with_the_one_it_was_made_from() {
     assert!(message.contains("layers"), "{message}");
 }
 
+/// The other model's latents stay f32, so a model can be compared with itself.
+#[test]
+fn latents_as_halves_diverge_a_little_from_those_that_are_not() {
+    let (_folder, text) =
+        file("Whoever keeps half of everything has it all nearly right.\n".repeat(20));
+    let model = repository("models/k3-nano");
+    let diverges = |latents: &str| {
+        let args =
+            args!["eval", "--perplexity", &text, "-m", &model, "--against", &model, "--json"];
+        let found = rill([args, args!["--latents", latents]].concat()).done();
+        json(&found)["kl_divergence"].as_f64().unwrap()
+    };
+    let [f32, f16, bf16] = ["f32", "f16", "bf16"].map(diverges);
+    assert!(f32.abs() < 1e-12 && 1e-12 < f16 && f16 < bf16 && bf16 < 1e-3, "{f32}, {f16}, {bf16}");
+}
+
 #[test]
 fn the_perplexity_of_the_held_out_text_is_what_float64_found() {
     let text = repository("models/k3-nano/heldout.txt");

@@ -39,6 +39,24 @@ fn a_published_configuration_is_planned_without_any_weights() {
 }
 
 #[test]
+fn latents_as_halves_are_planned_with_half_the_memory() {
+    let cache = |format: &str| {
+        let plan = facts(&rill(config("kimi-k3", &["--latents", format, "--json"])).done());
+        assert_eq!(plan["latents"], format);
+        plan["shares"]["latent cache"].as_u64().unwrap()
+    };
+    // 512 + 64 values of 24 layers.
+    assert_eq!(cache("f32"), 4 * 576 * 24 * 4096);
+    for format in ["f16", "bf16"] {
+        assert_eq!(2 * cache(format), cache("f32"));
+        let text = rill(config("kimi-k3", &["--latents", format, "--budget", "16G"])).done();
+        assert!(text.contains(&format!("4096 tokens of context, {format}\n")), "{text}");
+    }
+    let message = rill(config("kimi-k3", &["--latents", "q4"])).misused();
+    assert!(message.contains("f32, f16, bf16"), "{message}");
+}
+
+#[test]
 fn what_cannot_be_known_before_is_estimated_and_says_so() {
     let text = rill(config("kimi-k3", &["--experts", "mxfp4z", "--budget", "16G"])).done();
     assert!(text.contains("of 15.0 MB, estimated, "), "{text}");

@@ -6,6 +6,7 @@ use std::arch::x86_64::*;
 use super::{HEADS, SCORED, steps};
 use crate::ATTENTION_BLOCK;
 use crate::codec::{Codec, f16_at, join, q4};
+use crate::latents::Latents;
 use crate::matrix::Matrix;
 use crate::scalar;
 

@@ -6,6 +6,7 @@ use std::arch::aarch64::*;
 use super::{HEADS, SCORED, steps};
 use crate::ATTENTION_BLOCK;
 use crate::codec::{Codec, f16_at, join};
+use crate::latents::Latents;
 use crate::matrix::Matrix;
 use crate::scalar;
 

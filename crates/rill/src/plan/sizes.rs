@@ -70,8 +70,8 @@ pub struct Sizes {
     pub top_k: usize,
     /// Recurrent state of one session and the copy it can go back to.
     pub session_bytes: u64,
-    /// Latent cache of one position of a session, all layers together.
-    pub cache_bytes_per_token: u64,
+    /// Cached values of one position of a session, all layers together.
+    pub cache_values_per_token: u64,
     /// Activations of one token of a prompt's piece.
     pub scratch_bytes_per_token: u64,
     /// Logits of one position.
@@ -227,7 +227,7 @@ impl Sizes {
             n_experts: config.moe.n_experts,
             top_k: config.moe.top_k,
             session_bytes: Session::recurrent_bytes(config),
-            cache_bytes_per_token: 4 * (mla_layers * width) as u64,
+            cache_values_per_token: (mla_layers * width) as u64,
             scratch_bytes_per_token: scratch_bytes_per_token(config),
             logits_bytes: 4 * config.vocab_size as u64,
             index_bytes: footprint.index_bytes,
