@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use rill::chat::{ChatFormat, ReplyPart, ReplyReader};
 use rill::{
-    Error, FinishReason, GenerateOptions, LayerIdx, Logits, Observer, StopMatcher, Token,
+    Error, FinishReason, GenerateOptions, LayerIdx, Logits, Logprobs, Observer, StopMatcher,
     Tokenizer, Utf8Stream,
 };
 use serde_json::{Value, json};
@@ -71,7 +71,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
     let mut tokens = Vec::new();
     for &id in &answer.written {
         if args.json {
-            tokens.push(token_json(&tokenizer, &Token { id, logprobs: None }));
+            tokens.push(token_json(&tokenizer, id, None));
         }
         let over = reply.push(id, tokenizer.token_bytes(id).unwrap_or_default())?;
         answer.finished |= over;
@@ -112,7 +112,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
                     n_tokens += 1;
                     answer.written.push(token.id);
                     if args.json {
-                        tokens.push(token_json(&tokenizer, &token));
+                        tokens.push(token_json(&tokenizer, token.id, token.logprobs.as_ref()));
                     }
                     let bytes = tokenizer.token_bytes(token.id).unwrap_or_default();
                     if reply.push(token.id, bytes)? {
@@ -331,10 +331,10 @@ impl Reply {
 }
 
 /// A token of the reply, and what was likely in its place.
-fn token_json(tokenizer: &Tokenizer, token: &Token) -> Value {
+fn token_json(tokenizer: &Tokenizer, id: u32, logprobs: Option<&Logprobs>) -> Value {
     let text = |id| String::from_utf8_lossy(tokenizer.token_bytes(id).unwrap_or_default());
-    let mut value = json!({ "id": token.id, "text": text(token.id) });
-    if let Some(logprobs) = &token.logprobs {
+    let mut value = json!({ "id": id, "text": text(id) });
+    if let Some(logprobs) = logprobs {
         let top = logprobs.top.iter();
         let top = top.map(|&(id, p)| json!({ "id": id, "text": text(id), "logprob": p }));
         value["logprob"] = json!(logprobs.chosen);

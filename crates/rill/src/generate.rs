@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::counters::RunCounters;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::experts::LayerIdx;
@@ -64,12 +65,22 @@ pub enum FinishReason {
 }
 
 /// A generated token.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Token {
     /// Its id.
     pub id: u32,
     /// How likely the model thought it, if [`GenerateOptions::logprobs`] asked.
     pub logprobs: Option<Logprobs>,
+    /// What the step that gave its logits took, for all sessions that took part: time, bytes read,
+    /// experts found in memory. Of a prompt that was longer than a step, the last one.
+    pub step: Arc<RunCounters>,
+}
+
+/// Tokens are equal that say the same, whatever they took.
+impl PartialEq for Token {
+    fn eq(&self, other: &Self) -> bool {
+        (self.id, &self.logprobs) == (other.id, &other.logprobs)
+    }
 }
 
 /// An iterator over generated tokens.
@@ -202,7 +213,7 @@ impl<'a> Generation<'a> {
             })?;
         }
         let filter = self.filter.as_mut().map(|filter| &mut **filter as &mut dyn TokenFilter);
-        let token = self.writer.next(&self.logits, filter).map_err(Ok)?;
+        let token = self.writer.next(self.session, &self.logits, filter).map_err(Ok)?;
         self.remaining -= 1;
         self.pending = Some(token.id);
         Ok(token)
@@ -251,15 +262,17 @@ impl Writer {
             None => Sampler::new(sampling, vocab_size)?,
             Some(state) => Sampler::resume(sampling, vocab_size, state)?,
         };
+        sampler.compute_with(engine.compute.kernels);
         sampler.accept_prompt(session.tokens());
         sampler.accept_prompt(prompt);
         let stop_tokens = options.stop_tokens.as_deref().unwrap_or(engine.stop_tokens()).to_vec();
         Ok(Self { sampler, stop_tokens, logprobs: options.logprobs })
     }
 
-    /// The next token, or why the text has ended.
+    /// The next token, given the logits of the session's last step, or why the text has ended.
     pub(crate) fn next(
         &mut self,
+        session: &Session,
         logits: &[f32],
         filter: Option<&mut dyn TokenFilter>,
     ) -> Result<Token, FinishReason> {
@@ -276,7 +289,7 @@ impl Writer {
         };
         self.sampler.accept(id);
         let logprobs = self.logprobs.map(|n| self.sampler.logprobs(logits, id, n));
-        Ok(Token { id, logprobs })
+        Ok(Token { id, logprobs, step: session.last_step().clone() })
     }
 
     fn choose(&mut self, logits: &[f32]) -> Result<u32, FinishReason> {

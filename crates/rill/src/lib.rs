@@ -29,6 +29,10 @@
 //! `docs/arithmetic.md` says which one changed them; files that a version wrote are read by later ones
 //! or refused with both versions named.
 
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
+
 pub mod config;
 
 mod comparison;

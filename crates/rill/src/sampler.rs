@@ -121,6 +121,11 @@ impl Sampler {
         Ok(Self { sampling, state, kernels: Kernels::detect() })
     }
 
+    /// The result is the same with all kernels.
+    pub(crate) fn compute_with(&mut self, kernels: Kernels) {
+        self.kernels = kernels;
+    }
+
     /// What to save.
     pub fn state(&self) -> &SamplerState {
         &self.state

@@ -18,6 +18,7 @@
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::Path;
+use std::sync::Arc;
 
 use rill_format::container::Checksum;
 use rill_format::{DataFile, DataPlace};
@@ -123,7 +124,7 @@ impl Engine {
         if let Some(position) = tokens.iter().position(|&t| t as usize >= vocab_size) {
             return Err(Error::TokenOutOfRange { token: tokens[position], position, vocab_size });
         }
-        session.commit(&tokens);
+        session.commit(&tokens, Arc::default());
         Ok((session, head.note))
     }
 

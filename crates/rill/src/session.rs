@@ -6,6 +6,7 @@ use rill_kernels::{LatentCache, LatentFormat};
 use rill_stream::{Lease, Ledger};
 
 use crate::config::{AttentionKind, ModelConfig};
+use crate::counters::RunCounters;
 use crate::error::Error;
 use crate::plan::SNAPSHOTS;
 
@@ -21,6 +22,7 @@ pub struct Session {
     /// What it has seen.
     tokens: Vec<u32>,
     pub(crate) layers: Vec<LayerState>,
+    last_step: Arc<RunCounters>,
     /// Of its whole context; empty before the first step.
     leases: Vec<Lease>,
 }
@@ -92,7 +94,13 @@ impl Session {
                 LayerState::Mla(MlaState { cache: LatentCache::new(home.latents) })
             }
         });
-        Self { layers: layers.collect(), tokens: Vec::new(), leases: Vec::new(), home }
+        Self {
+            layers: layers.collect(),
+            tokens: Vec::new(),
+            last_step: Arc::default(),
+            leases: Vec::new(),
+            home,
+        }
     }
 
     /// Tokens seen so far.
@@ -103,6 +111,11 @@ impl Session {
     /// The tokens seen so far.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
+    }
+
+    /// What its last step took, for all sessions that took part; nothing before the first.
+    pub fn last_step(&self) -> &Arc<RunCounters> {
+        &self.last_step
     }
 
     /// The recurrent state of a KDA layer, (heads, head_dim, head_dim) with keys before values;
@@ -207,8 +220,9 @@ impl Session {
         }
     }
 
-    /// A step has ended well: what it wrote counts from now on.
-    pub(crate) fn commit(&mut self, tokens: &[u32]) {
+    /// A step that took `step` has ended well: what it wrote counts from now on.
+    pub(crate) fn commit(&mut self, tokens: &[u32], step: Arc<RunCounters>) {
+        self.last_step = step;
         for layer in &mut self.layers {
             if let LayerState::Kda(state) = layer {
                 std::mem::swap(&mut state.now, &mut state.next);

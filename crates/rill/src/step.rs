@@ -5,6 +5,7 @@
 //! company.
 
 use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
 use std::time::Instant;
 
 use rill_stream::Lease;
@@ -174,7 +175,7 @@ impl Engine {
             self.log
                 .say(|| format!("the system pages: {given} expert slots were given back to it"));
         }
-        let start = Instant::now();
+        let (start, before) = (Instant::now(), self.counters());
         // Inside the pool, so that the many small splits below need no hand-over.
         let step = self.compute.pool.install(|| {
             let mut rows = Rows::new(parts, self.config.hidden_size);
@@ -191,17 +192,18 @@ impl Engine {
         for part in finished {
             done[part] = true;
         }
-        let mut tokens = 0;
+        let tokens = parts.iter().zip(&done).filter(|(_, done)| **done);
+        let tokens = tokens.map(|(part, _)| part.tokens.len()).sum();
+        if tokens > 0 {
+            self.paces.add(tokens, longest, start.elapsed());
+        }
+        let took = Arc::new(self.counters().since(&before));
         for (part, &done) in parts.iter_mut().zip(&done) {
             if done {
-                part.session.commit(part.tokens);
-                tokens += part.tokens.len();
+                part.session.commit(part.tokens, took.clone());
             } else {
                 part.session.roll_back();
             }
-        }
-        if tokens > 0 {
-            self.paces.add(tokens, longest, start.elapsed());
         }
         Ok(done)
     }

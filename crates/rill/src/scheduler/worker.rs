@@ -363,7 +363,7 @@ impl Job {
             return Some(Ok(FinishReason::Length));
         }
         let filter = self.filter.as_mut().map(|filter| &mut **filter as &mut dyn TokenFilter);
-        let token = match self.writer.next(logits, filter) {
+        let token = match self.writer.next(&self.session, logits, filter) {
             Ok(token) => token,
             Err(reason) => return Some(Ok(reason)),
         };
