@@ -104,6 +104,10 @@ impl fmt::Display for Budget {
 /// The lines of a plan that are counted for each session.
 const SESSION_PURPOSES: [&str; 2] = ["KDA state", "latent cache"];
 
+/// What choosing a token makes of its logits: a copy for a filter, one with penalties, the order of
+/// those that may come, and their probabilities.
+const DRAW_COPIES: usize = 4;
+
 /// The line of snapshots, which come and go.
 pub(crate) const SNAPSHOTS: &str = "snapshots";
 
@@ -396,7 +400,8 @@ impl<'a> Planner<'a> {
     fn new(sizes: &'a Sizes, options: PlanOptions) -> Self {
         let sessions = options.sessions as u64;
         let threads = options.threads as u64;
-        let logits_bytes = sizes.logits_bytes.saturating_mul(options.logits.max(1) as u64);
+        let logits = options.logits.max(1).saturating_add(DRAW_COPIES) as u64;
+        let logits_bytes = sizes.logits_bytes.saturating_mul(logits);
         let fixed = Shares {
             baseline: PROCESS_BYTES
                 .saturating_add(sizes.index_bytes)
