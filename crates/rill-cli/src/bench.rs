@@ -2,7 +2,6 @@
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use rill::{Engine, Error, ForcedRouting, LayerIdx, Logits, Observer, RunCounters, Session, Trace};
@@ -35,8 +34,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Outcome> {
     let forced = trace.clone().map(|trace| ForcedRouting::new(trace, &model.config)).transpose()?;
     let needs = Needs { context: n_prompt + n_tokens, logits: 1, sessions: 1 };
     let engine = model.open(&engine_args, needs)?;
-    let progress = Progress::new(&model.config, false);
-    let mut watch = Watch { interrupted: interrupt_flag()?, forced, progress };
+    let progress = Progress::new(&model.config, false, interrupt_flag()?);
+    let mut watch = Watch { forced, progress };
 
     let mut session = engine.new_session();
     let ids = arbitrary_ids(n_prompt + n_tokens, model.config.vocab_size);
@@ -104,18 +103,14 @@ fn arbitrary_ids(n: usize, vocab_size: usize) -> Vec<u32> {
     (0..n as u64).map(|i| (i * 7919 % vocab_size.max(1) as u64) as u32).collect()
 }
 
-/// Ends a step when interrupted, shows how far it is, and forces its experts.
+/// Forces a step's experts, and shows how far it is.
 struct Watch {
-    interrupted: Arc<AtomicBool>,
     forced: Option<ForcedRouting>,
     progress: Progress,
 }
 
 impl Observer for Watch {
     fn after_layer(&mut self, layer: LayerIdx, hidden: &mut [f32]) -> ControlFlow<()> {
-        if self.interrupted.load(Ordering::Relaxed) {
-            return ControlFlow::Break(());
-        }
         self.progress.after_layer(layer, hidden)
     }
 

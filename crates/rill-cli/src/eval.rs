@@ -3,19 +3,15 @@
 use std::io::{self, IsTerminal, Write};
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
-use rill::{
-    Comparison, Engine, Error, LayerIdx, Logits, Observer, Perplexity, RunCounters, Tokenizer,
-    likelier_first,
-};
+use rill::{Comparison, Engine, Error, Logits, Perplexity, RunCounters, Tokenizer, likelier_first};
 use serde_json::json;
 
 use crate::args::{EngineArgs, EvalArgs, LatentChoice, ModelArgs};
 use crate::model::{Model, Needs};
 use crate::output::{Outcome, interrupt_flag, print, write_file};
+use crate::progress::Progress;
 use crate::{prompt, stats};
 
 /// Positions whose logits are computed and written at a time.
@@ -66,7 +62,7 @@ fn dump(engine: &Engine, ids: &[u32], path: &Path) -> Result<Option<Vec<f32>>> {
     if ids.len() > max_positions {
         return Err(Error::ContextFull { positions: ids.len(), max_positions }.into());
     }
-    let mut interruption = Interruption(interrupt_flag()?);
+    let mut progress = Progress::new(engine.config(), false, interrupt_flag()?);
     let mut last = Vec::new();
     let outcome = write_file(path, |out| {
         write_header(out, ids.len(), vocab)?;
@@ -75,8 +71,7 @@ fn dump(engine: &Engine, ids: &[u32], path: &Path) -> Result<Option<Vec<f32>>> {
         }
         let mut session = engine.new_session();
         for chunk in ids.chunks(POSITIONS) {
-            let forward =
-                engine.forward_observed(&mut session, chunk, Logits::All, &mut interruption);
+            let forward = engine.forward_observed(&mut session, chunk, Logits::All, &mut progress);
             let logits = match forward {
                 Err(Error::Cancelled) => return Ok(Outcome::Interrupted),
                 logits => logits?,
@@ -88,18 +83,6 @@ fn dump(engine: &Engine, ids: &[u32], path: &Path) -> Result<Option<Vec<f32>>> {
         Ok(Outcome::Done)
     })?;
     Ok((outcome == Outcome::Done).then_some(last))
-}
-
-/// Ends a step within one layer's time when the flag is set.
-struct Interruption(Arc<AtomicBool>);
-
-impl Observer for Interruption {
-    fn after_layer(&mut self, _layer: LayerIdx, _hidden: &mut [f32]) -> ControlFlow<()> {
-        match self.0.load(Ordering::Relaxed) {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
-    }
 }
 
 /// The header of a safetensors file with `input_ids` (n) and `logits` (n, vocab), data in that

@@ -1,7 +1,9 @@
-//! How far a long prompt has come, on a terminal.
+//! How far a long prompt has come, on a terminal, and its end when that is asked for.
 
 use std::io::{self, IsTerminal};
 use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rill::config::ModelConfig;
@@ -12,8 +14,9 @@ use crate::output::status;
 /// Shorter prompts need no progress.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Shows which layer a piece of a prompt is in.
+/// Shows which layer a piece of a prompt is in, and ends its step once the flag is set.
 pub(crate) struct Progress {
+    cancel: Arc<AtomicBool>,
     /// Nobody watches a file or a pipe.
     terminal: bool,
     start: Instant,
@@ -24,8 +27,9 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    pub(crate) fn new(config: &ModelConfig, quiet: bool) -> Self {
+    pub(crate) fn new(config: &ModelConfig, quiet: bool, cancel: Arc<AtomicBool>) -> Self {
         Self {
+            cancel,
             terminal: !quiet && io::stderr().is_terminal(),
             start: Instant::now(),
             n_layers: config.layers.len(),
@@ -37,6 +41,9 @@ impl Progress {
 
 impl Observer for Progress {
     fn after_layer(&mut self, layer: LayerIdx, hidden: &mut [f32]) -> ControlFlow<()> {
+        if self.cancel.load(Ordering::Relaxed) {
+            return ControlFlow::Break(());
+        }
         let n = hidden.len() / self.hidden_size;
         let last = layer.0 + 1 == self.n_layers;
         if self.terminal && n > 1 && self.start.elapsed() > PATIENCE {

@@ -2,15 +2,13 @@
 
 mod kept;
 
-use std::ops::ControlFlow;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use rill::chat::{ChatFormat, ReplyPart, ReplyReader};
 use rill::{
-    Error, FinishReason, GenerateOptions, LayerIdx, Logits, Logprobs, Observer, StopMatcher,
-    Tokenizer, Utf8Stream,
+    Error, FinishReason, GenerateOptions, Logits, Logprobs, StopMatcher, Tokenizer, Utf8Stream,
 };
 use serde_json::{Value, json};
 
@@ -77,15 +75,14 @@ pub(crate) fn run(args: &RunArgs) -> Result<Outcome> {
         answer.finished |= over;
     }
     let start = Instant::now();
-    let mut progress = Progress::new(&model.config, args.quiet);
+    let mut progress = Progress::new(&model.config, args.quiet, cancel.clone());
     let unseen = answer.unseen(session.position());
     let mut ids = unseen.as_slice();
     let mut interrupted = false;
     // Piece by piece, so that what has been read of a long prompt is kept too.
     while keeper.file().is_some() && !answer.finished && ids.len() > engine.plan().prefill_chunk {
         let (piece, rest) = ids.split_at(engine.plan().prefill_chunk);
-        let mut watch = Interruptible { cancel: &cancel, progress: &mut progress };
-        match engine.forward_observed(&mut session, piece, Logits::None, &mut watch) {
+        match engine.forward_observed(&mut session, piece, Logits::None, &mut progress) {
             Err(Error::Cancelled) => {
                 interrupted = true;
                 break;
@@ -202,21 +199,6 @@ fn chat_format(tokenizer: &Tokenizer) -> Result<ChatFormat> {
         "the tokenizer has no reserved tokens of a known chat format; use --raw to continue a \
          text",
     )
-}
-
-/// Shows progress, and ends a step when interrupted.
-struct Interruptible<'a> {
-    cancel: &'a AtomicBool,
-    progress: &'a mut Progress,
-}
-
-impl Observer for Interruptible<'_> {
-    fn after_layer(&mut self, layer: LayerIdx, hidden: &mut [f32]) -> ControlFlow<()> {
-        if self.cancel.load(Ordering::Relaxed) {
-            return ControlFlow::Break(());
-        }
-        self.progress.after_layer(layer, hidden)
-    }
 }
 
 /// Prints a reply as it is generated, or collects it for JSON.
