@@ -35,6 +35,7 @@ SCHEDULER = "-p rill --test scheduler"
 AGENDA = "-p rill --lib agenda"
 SAVED = "-p rill --test saved"
 FILES = "-p rill-stream --lib files"
+PREFIXES = "-p rill --test prefixes"
 
 # name, file, [(old, new) or (old, new, another file)], tests that must fail
 FAULTS = [
@@ -198,12 +199,22 @@ FAULTS = [
     ("a_beginning_that_only_looks_alike", "crates/rill/src/prefix.rs", [
         ("tokens.starts_with(seen)", "tokens.first() == seen.first()"),
     ], [SCHEDULER]),
-    ("a_saved_session_is_believed", "crates/rill/src/saved.rs", [
+    ("a_beginning_of_another_name_space_is_used", "crates/rill/src/prefix/name.rs", [
+        ("Hmac::new(namespace.as_bytes())", "Hmac::new(&namespace.as_bytes()[..0])"),
+    ], [PREFIXES]),
+    ("a_beginning_under_any_name", "crates/rill/src/prefix/disk.rs", [
+        ("== tokens[..name.tokens] && note == name.to_string()", "== tokens[..name.tokens] && note != \"\""),
+    ], [PREFIXES]),
+    ("beginnings_that_fill_the_disk", "crates/rill/src/prefix/disk.rs", [
+        ("kept.age() <= *max_age && total.saturating_add(room) <= *max_bytes", "kept.age() <= *max_age"),
+        ("        total.saturating_add(room) <= *max_bytes\n", "        true\n"),
+    ], [PREFIXES]),
+    ("a_damaged_file_is_believed", "crates/rill/src/saved.rs", [
         ("if u64::from_le_bytes(sum) != found {", "if false && u64::from_le_bytes(sum) != found {"),
-    ], [SAVED]),
+    ], [SAVED, PREFIXES]),
     ("a_session_for_any_weights", "crates/rill/src/saved.rs", [
         ("if head.model != model {", "if false && head.model != model {"),
-    ], [SAVED]),
+    ], [SAVED, PREFIXES]),
     ("a_file_goes_before_the_next_is_whole", "crates/rill-stream/src/files.rs", [
         ("        let aside = create_aside(", "        let _ = fs::remove_file(&path);\n        let aside = create_aside("),
     ], [FILES, SAVED]),

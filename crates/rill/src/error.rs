@@ -192,8 +192,8 @@ pub enum Error {
         expected: &'static str,
     },
 
-    /// The system gave no thread to take steps with.
-    #[error("cannot start the thread that takes steps: {reason}")]
+    /// The system gave no thread to take steps with, or to write beginnings of conversations.
+    #[error("cannot start a thread of the scheduler: {reason}")]
     SchedulerThread {
         /// What it said.
         reason: String,

@@ -74,6 +74,7 @@ pub use experts::{Expert, ExpertId, ExpertSource, LayerIdx};
 pub use generate::{FinishReason, GenerateOptions, Generation, Token};
 pub use log::Log;
 pub use perplexity::Perplexity;
+pub use prefix::PrefixDisk;
 pub use rill_format::{Checkpoint, Folder, FormatError};
 pub use rill_kernels::LatentFormat;
 pub use rill_stream::machine::Pressure;

@@ -1,35 +1,73 @@
 //! Beginnings of conversations that have been run before.
 //!
 //! A prompt that starts like an earlier one goes on from a snapshot that was taken there: only what is
-//! new is run. Nobody finds another's: each has a name space.
+//! new is run. Nobody finds another's: each has a name space. Some are in memory, and if the options say
+//! so, more are on disk.
+
+mod disk;
+mod name;
 
 use std::sync::Arc;
 
+pub use self::disk::PrefixDisk;
+
+use self::disk::Disk;
+use crate::engine::Engine;
 use crate::error::Error;
 use crate::session::{Session, Snapshot};
 
 /// Snapshots by the tokens they have seen, the most recently used ones, within a number of bytes.
-#[derive(Debug)]
 pub(crate) struct Prefixes {
     room_bytes: u64,
     held_bytes: u64,
     /// The most recently used last.
     entries: Vec<Entry>,
+    disk: Option<Disk>,
 }
 
-#[derive(Debug)]
 struct Entry {
     namespace: Arc<str>,
     snapshot: Arc<Snapshot>,
 }
 
 impl Prefixes {
-    pub(crate) fn new(room_bytes: u64) -> Self {
-        Self { room_bytes, held_bytes: 0, entries: Vec::new() }
+    /// As many as the engine has room for.
+    ///
+    /// # Errors
+    /// Only with a disk, as for [`Disk::open`].
+    pub(crate) fn new(engine: &Engine, disk: Option<PrefixDisk>) -> Result<Self, Error> {
+        let room_bytes = engine.plan().options.snapshot_bytes;
+        let disk = disk.map(|disk| Disk::open(engine, disk)).transpose()?;
+        Ok(Self { room_bytes, held_bytes: 0, entries: Vec::new(), disk })
+    }
+
+    /// Takes a session that has seen nothing to the longest beginning of `tokens` that is known; without
+    /// one it stays where it is.
+    ///
+    /// # Errors
+    /// As for [`Session::restore`].
+    pub(crate) fn resume(
+        &mut self,
+        engine: &Engine,
+        namespace: &Arc<str>,
+        tokens: &[u32],
+        session: &mut Session,
+    ) -> Result<(), Error> {
+        let held = self.find(namespace, tokens);
+        let held_tokens = held.as_ref().map_or(0, |snapshot| snapshot.tokens().len());
+        let mut disk = self.disk.iter();
+        if disk.any(|disk| disk.load(engine, namespace, tokens, held_tokens, session)) {
+            drop(held);
+            // The next one finds it in memory, if there is room.
+            let _ = self.keep(namespace, session);
+        } else if let Some(snapshot) = held {
+            session.restore(&snapshot)?;
+        }
+        Ok(())
     }
 
     /// The longest snapshot that `tokens` begin with and go on after.
-    pub(crate) fn find(&mut self, namespace: &str, tokens: &[u32]) -> Option<Arc<Snapshot>> {
+    fn find(&mut self, namespace: &str, tokens: &[u32]) -> Option<Arc<Snapshot>> {
         let fits = |entry: &Entry| {
             let seen = entry.snapshot.tokens();
             // Something must be left to run: a snapshot has no logits.
@@ -62,10 +100,17 @@ impl Prefixes {
             return Ok(());
         }
         while self.held_bytes + bytes > self.room_bytes {
-            self.held_bytes -= self.entries.remove(0).snapshot.bytes();
+            // What is being written to disk takes its room until then.
+            let mut entries = self.entries.iter();
+            let free = entries.position(|entry| Arc::strong_count(&entry.snapshot) == 1);
+            let Some(oldest) = free else { return Ok(()) };
+            self.held_bytes -= self.entries.remove(oldest).snapshot.bytes();
         }
         let snapshot = Arc::new(session.snapshot()?);
         self.held_bytes += snapshot.bytes();
+        if let Some(disk) = &self.disk {
+            disk.keep(namespace, &snapshot);
+        }
         self.entries.push(Entry { namespace: namespace.clone(), snapshot });
         Ok(())
     }

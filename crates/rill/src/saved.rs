@@ -60,17 +60,8 @@ impl Engine {
         if !session.belongs_to(&self.home) {
             return Err(Error::ForeignSession);
         }
-        let head = Head {
-            model: self.model_identity()?,
-            tokens: session.position(),
-            note: note.to_owned(),
-            latents: Some(self.home.latents)
-                .filter(|format| *format != LatentFormat::F32)
-                .map(|format| format.name().to_owned()),
-        };
-        // Conversations are their owner's.
-        write_whole(path, Access::Owner, |out| write(out, &head, session))?;
-        Ok(())
+        let (model, latents) = (self.model_identity()?, self.home.latents);
+        write_session(path, model, latents, session.tokens(), &session.layers, note)
     }
 
     /// Reads a session that [`save_session`](Self::save_session) wrote, and its note. It goes on with
@@ -81,8 +72,34 @@ impl Engine {
     /// of Rill; [`Error::OverBudget`] when there is no room for the session, [`Error::ContextFull`] when
     /// it is longer than the context this engine was opened with.
     pub fn load_session(&self, path: &Path) -> Result<(Session, String), Error> {
+        let mut session = self.new_session();
+        let note = self.read_session(path, &self.model_identity()?, &mut session, |_, _| true)?;
+        Ok((session, note))
+    }
+
+    /// Reads a file's session into one that has seen nothing, and still has after an error; returns the
+    /// note. It must be of this model, and `accept` is asked about its tokens and its note.
+    pub(crate) fn read_session(
+        &self,
+        path: &Path,
+        model: &str,
+        session: &mut Session,
+        accept: impl FnOnce(&[u32], &str) -> bool,
+    ) -> Result<String, Error> {
+        let read = self.read_uncommitted(path, model, session, accept);
+        let (tokens, note) = read.inspect_err(|_| session.roll_back())?;
+        session.commit(&tokens, Arc::default());
+        Ok(note)
+    }
+
+    fn read_uncommitted(
+        &self,
+        path: &Path,
+        model: &str,
+        session: &mut Session,
+        accept: impl FnOnce(&[u32], &str) -> bool,
+    ) -> Result<(Vec<u32>, String), Error> {
         let (mut input, head, head_bytes) = Input::open(path)?;
-        let model = self.model_identity()?;
         if head.model != model {
             return Err(input.wrong("its model", model, head.model));
         }
@@ -94,7 +111,6 @@ impl Engine {
         if head.tokens > max_positions {
             return Err(Error::ContextFull { positions: head.tokens, max_positions });
         }
-        let mut session = self.new_session();
         session.admit()?;
         session.resize(head.tokens);
         let values: usize = session.layers.iter().flat_map(parts).map(Values::bytes).sum();
@@ -105,6 +121,9 @@ impl Engine {
 
         let mut tokens = vec![0; head.tokens];
         input.read_words(&mut tokens, u32::from_le_bytes)?;
+        if !accept(&tokens, &head.note) {
+            return Err(input.wrong("it", "what was looked for", "something else"));
+        }
         for layer in &mut session.layers {
             for values in parts_mut(layer) {
                 match values {
@@ -124,13 +143,12 @@ impl Engine {
         if let Some(position) = tokens.iter().position(|&t| t as usize >= vocab_size) {
             return Err(Error::TokenOutOfRange { token: tokens[position], position, vocab_size });
         }
-        session.commit(&tokens, Arc::default());
-        Ok((session, head.note))
+        Ok((tokens, head.note))
     }
 
     /// Names the weights: a container's fingerprint, or a digest of all names, formats and shapes and of
     /// samples of each file.
-    fn model_identity(&self) -> Result<String, Error> {
+    pub(crate) fn model_identity(&self) -> Result<String, Error> {
         let identity = source::identity(&*self.source);
         match self.source.fingerprint() {
             Some(_) => Ok(identity),
@@ -149,7 +167,32 @@ pub fn read_session_note(path: &Path) -> Result<String, Error> {
     Ok(head.note)
 }
 
-fn write(out: &mut dyn Write, head: &Head, session: &Session) -> io::Result<()> {
+/// Writes a session's file, readable by its owner alone: it has a conversation in it.
+pub(crate) fn write_session(
+    path: &Path,
+    model: String,
+    latents: LatentFormat,
+    tokens: &[u32],
+    layers: &[LayerState],
+    note: &str,
+) -> Result<(), Error> {
+    let head = Head {
+        model,
+        tokens: tokens.len(),
+        note: note.to_owned(),
+        latents: Some(latents)
+            .filter(|format| *format != LatentFormat::F32)
+            .map(|format| format.name().to_owned()),
+    };
+    Ok(write_whole(path, Access::Owner, |out| write(out, &head, tokens, layers))?)
+}
+
+fn write(
+    out: &mut dyn Write,
+    head: &Head,
+    tokens: &[u32],
+    layers: &[LayerState],
+) -> io::Result<()> {
     let mut out = Output { file: out, sum: Checksum::default() };
     let head = serde_json::to_vec(head)?;
     let head_bytes = u32::try_from(head.len()).ok().filter(|n| *n <= MAX_HEAD_BYTES);
@@ -158,8 +201,8 @@ fn write(out: &mut dyn Write, head: &Head, session: &Session) -> io::Result<()> 
     out.write(&VERSION.to_le_bytes())?;
     out.write(&head_bytes.to_le_bytes())?;
     out.write(&head)?;
-    out.write_words(session.tokens(), |token| token.to_le_bytes())?;
-    for values in session.layers.iter().flat_map(parts) {
+    out.write_words(tokens, |token| token.to_le_bytes())?;
+    for values in layers.iter().flat_map(parts) {
         match values {
             Values::F32(values) => out.write_words(values, |value| value.to_le_bytes())?,
             Values::Halves(bits) => out.write_words(bits, |bits| bits.to_le_bytes())?,

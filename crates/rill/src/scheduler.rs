@@ -20,6 +20,7 @@ use self::worker::{Job, Worker};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::generate::{FinishReason, GenerateOptions, Token};
+use crate::prefix::{PrefixDisk, Prefixes};
 use crate::sampler::{SamplerState, TokenFilter};
 use crate::session::Session;
 use crate::step::Observer;
@@ -39,6 +40,11 @@ pub struct SchedulerOptions {
     /// How long a request without room waits while nothing runs whose end could make room: its caller
     /// may be about to drop an idle session. Then it is refused.
     pub patience: Duration,
+    /// Keeps beginnings of conversations ([`Request::prefix`]) on disk as well. Each of them passes
+    /// through the room for snapshots
+    /// ([`EngineOptions::snapshot_bytes`](crate::EngineOptions::snapshot_bytes)): what is larger than that
+    /// is not kept. `None` writes nothing.
+    pub prefix_disk: Option<PrefixDisk>,
 }
 
 impl Default for SchedulerOptions {
@@ -49,6 +55,7 @@ impl Default for SchedulerOptions {
             prefill_while_decoding: 16,
             prefill_share: 0.5,
             patience: Duration::from_secs(10),
+            prefix_disk: None,
         }
     }
 }
@@ -77,9 +84,10 @@ pub struct Request {
 }
 
 /// How a request shares its beginning with others.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Prefix {
-    /// Whose it is: requests of other name spaces neither find it nor notice it.
+    /// Whose it is: requests of other name spaces neither find it nor notice it. A secret, such as a key
+    /// of an interface: files are named with it so that only who has it can tell what they are of.
     pub namespace: Arc<str>,
     /// Positions in the prompt where others may begin to differ, such as ends of messages, ascending.
     /// The end of the answer is always one.
@@ -167,6 +175,12 @@ pub struct Canceller {
 }
 
 /// Runs requests of many sessions through one engine. Dropping it ends them all.
+///
+/// One thread does everything between two steps, and nobody's step begins meanwhile: calls of sinks,
+/// filters and observers, a copy of a session's state wherever a beginning is kept in memory
+/// ([`Session::snapshot_bytes`], half a gigabyte and more with Kimi K3), and the reading of a file when a
+/// request goes on from a beginning on disk. Files are written by another thread; dropping the scheduler
+/// waits for it.
 pub struct Scheduler {
     engine: Arc<Engine>,
     shared: Arc<Shared>,
@@ -209,9 +223,16 @@ impl Scheduler {
             n => n,
         };
         let agenda = Agenda::new(engine.plan().prefill_chunk, options)?;
+        let prefixes = Prefixes::new(&engine, options.prefix_disk.clone())?;
         let shared = Arc::new(Shared::default());
-        let worker =
-            Worker::new(engine.clone(), shared.clone(), max_sessions, options.patience, agenda);
+        let worker = Worker::new(
+            engine.clone(),
+            shared.clone(),
+            max_sessions,
+            options.patience,
+            agenda,
+            prefixes,
+        );
         let thread = std::thread::Builder::new().name("rill-steps".to_owned());
         let thread = thread
             .spawn(move || worker.run())
@@ -332,6 +353,13 @@ impl Canceller {
 impl fmt::Debug for Scheduler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Scheduler").field("queue", &self.queue).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Prefix {
+    /// Without the name space, which is a secret.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prefix").field("boundaries", &self.boundaries).finish_non_exhaustive()
     }
 }
 

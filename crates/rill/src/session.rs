@@ -34,7 +34,7 @@ pub struct Session {
 pub struct Snapshot {
     home: Arc<Home>,
     tokens: Vec<u32>,
-    layers: Vec<LayerState>,
+    pub(crate) layers: Vec<LayerState>,
     lease: Lease,
 }
 

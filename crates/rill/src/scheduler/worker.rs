@@ -76,8 +76,8 @@ impl Worker {
         max_sessions: usize,
         patience: Duration,
         agenda: Agenda,
+        prefixes: Prefixes,
     ) -> Self {
-        let prefixes = Prefixes::new(engine.plan().options.snapshot_bytes);
         let (waiting, running) = (Vec::new(), Vec::new());
         Self {
             engine,
@@ -149,7 +149,7 @@ impl Worker {
             match self.waiting[at].session.admit() {
                 Ok(()) => {
                     let mut job = self.waiting.remove(at);
-                    match job.look_for_beginning(&mut self.prefixes) {
+                    match job.look_for_beginning(&self.engine, &mut self.prefixes) {
                         Ok(()) => self.running.push(job),
                         Err(error) => job.end(Err(error)),
                     }
@@ -312,13 +312,15 @@ impl Job {
     }
 
     /// Goes on from an earlier request that began with the same tokens.
-    fn look_for_beginning(&mut self, prefixes: &mut Prefixes) -> Result<(), Error> {
+    fn look_for_beginning(
+        &mut self,
+        engine: &Engine,
+        prefixes: &mut Prefixes,
+    ) -> Result<(), Error> {
         let Some(prefix) = &self.prefix else { return Ok(()) };
-        if let Some(snapshot) = prefixes.find(&prefix.namespace, &self.prompt) {
-            self.session.restore(&snapshot)?;
-            self.prefilled = snapshot.tokens().len();
-            self.statistics.reused_tokens = self.prefilled;
-        }
+        prefixes.resume(engine, &prefix.namespace, &self.prompt, &mut self.session)?;
+        self.prefilled = self.session.position();
+        self.statistics.reused_tokens = self.prefilled;
         Ok(())
     }
 
