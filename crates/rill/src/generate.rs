@@ -89,24 +89,28 @@ impl PartialEq for Token {
 /// has seen every yielded token but the last. Tokens that end a text are in
 /// [`GenerateOptions::stop_tokens`]; texts that do are for a [`StopMatcher`]:
 ///
-/// ```no_run
-/// # use rill::{Engine, GenerateOptions, Session, StopMatcher, Tokenizer};
-/// # fn f(engine: &Engine, tokenizer: &Tokenizer, session: &mut Session, prompt: &[u32])
-/// # -> Result<(), rill::Error> {
+/// ```
+/// # use rill::{Engine, EngineOptions, Folder, GenerateOptions, StopMatcher};
+/// # std::env::set_current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))?;
+/// # let engine = Engine::open(Folder::Disk("models/k3-nano".into()), &EngineOptions::default())?;
+/// # let (tokenizer, mut session) = (engine.open_tokenizer()?, engine.new_session());
+/// # let prompt = tokenizer.encode_text("The capital of France");
+/// # let mut all = String::new();
 /// let mut text = tokenizer.decoder();
-/// let mut stop = StopMatcher::new(vec!["\nUser:".to_owned()]);
-/// for token in engine.generate(session, prompt, GenerateOptions::default())? {
+/// let mut stop = StopMatcher::new(vec![".".to_owned()]);
+/// for token in engine.generate(&mut session, &prompt, GenerateOptions::default())? {
 ///     let bytes = tokenizer.token_bytes(token?.id).unwrap_or_default();
 ///     let step = stop.push(&text.push(bytes));
 ///     print!("{}", step.emit);
+/// #   all += &step.emit;
 ///     if step.stopped {
 ///         break;
 ///     }
 /// }
 /// // What was held back, because it might have become a character or a stop text.
 /// print!("{}{}", stop.push(&text.finish()).emit, stop.finish());
-/// # Ok(())
-/// # }
+/// # assert_eq!(all, " is Paris");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// [`StopMatcher`]: rill_text::StopMatcher

@@ -3,20 +3,25 @@
 //! An [`Engine`] is a loaded model: immutable, shared, and independent of every other engine in
 //! the process. A [`Session`] is one timeline of tokens: mutable and owned by its user.
 //!
-//! ```no_run
+//! ```
 //! use rill::{Engine, EngineOptions, Folder, GenerateOptions};
 //!
-//! let folder = Folder::Disk("Kimi-Linear-48B-A3B-Instruct".into());
+//! # std::env::set_current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))?;
+//! let folder = Folder::Disk("models/k3-nano".into());
 //! let engine = Engine::open(folder, &EngineOptions::default())?;
 //! let tokenizer = engine.open_tokenizer()?;
 //! let prompt = tokenizer.encode_text("Once upon a time");
 //! let mut session = engine.new_session();
 //! let mut text = tokenizer.decoder();
-//! for token in engine.generate(&mut session, &prompt, GenerateOptions::default())? {
-//!     let bytes = tokenizer.token_bytes(token?.id).unwrap_or_default();
+//! let options = GenerateOptions { max_tokens: 20, ..GenerateOptions::default() };
+//! for token in engine.generate(&mut session, &prompt, options)? {
+//!     let token = token?;
+//!     let bytes = tokenizer.token_bytes(token.id).unwrap_or_default();
 //!     print!("{}", text.push(bytes));
+//!     eprintln!(" ({:?}, {} bytes read)", token.step.pace().time, token.step.reads.bytes);
 //! }
-//! # Ok::<(), rill::Error>(())
+//! # assert!(session.position() > prompt.len());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! Many requests share an engine through a [`Scheduler`]; a [`Log`] hears what is worth knowing. The

@@ -181,6 +181,30 @@ pub struct Canceller {
 /// ([`Session::snapshot_bytes`], half a gigabyte and more with Kimi K3), and the reading of a file when a
 /// request goes on from a beginning on disk. Files are written by another thread; dropping the scheduler
 /// waits for it.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use rill::{Engine, EngineOptions, Event, Folder, GenerateOptions, Request, Scheduler};
+/// # std::env::set_current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))?;
+/// let options = EngineOptions { sessions: 2, ..EngineOptions::default() };
+/// let engine = Arc::new(Engine::open(Folder::Disk("models/k3-nano".into()), &options)?);
+/// let scheduler = Scheduler::new(engine.clone(), &Default::default())?;
+/// let ask = |text: &str| {
+///     let prompt = engine.open_tokenizer()?.encode_text(text);
+///     let options = GenerateOptions { max_tokens: 8, ..GenerateOptions::default() };
+///     scheduler.submit(Request::new(engine.new_session(), prompt, options))
+/// };
+/// // Both are under way at once, and share every step.
+/// let (first, second) = (ask("The capital of France")?, ask("The capital of Peru")?);
+/// for event in first.chain(second) {
+///     match event {
+///         Event::Prefilled { tokens, of } => println!("{tokens} of {of} taken in"),
+///         Event::Token(token) => println!("{}, {:?}", token.id, token.step.pace().time),
+///         Event::Ended(ended) => println!("{:?}, {:?}", ended.outcome?, ended.statistics),
+///     }
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Scheduler {
     engine: Arc<Engine>,
     shared: Arc<Shared>,

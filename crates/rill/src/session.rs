@@ -16,6 +16,28 @@ use crate::plan::SNAPSHOTS;
 /// budget is refused.
 ///
 /// K3's attention residuals run over layers, within a token, so nothing of them outlives a step.
+///
+/// ```
+/// # use rill::{Engine, EngineOptions, Folder, Logits};
+/// # std::env::set_current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))?;
+/// let options = EngineOptions { sessions: 2, ..EngineOptions::default() };
+/// let engine = Engine::open(Folder::Disk("models/k3-nano".into()), &options)?;
+/// let mut session = engine.new_session();
+/// engine.forward(&mut session, &[5, 77, 3], Logits::None)?;
+/// // Both go on from here, and neither sees the other.
+/// let mut fork = session.fork()?;
+/// engine.forward(&mut session, &[300], Logits::None)?;
+/// engine.forward(&mut fork, &[12], Logits::None)?;
+/// assert_eq!((session.tokens(), fork.tokens()), (&[5, 77, 3, 300][..], &[5, 77, 3, 12][..]));
+/// // A file goes on where the session was, in this process or another.
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("talk");
+/// engine.save_session(&fork, &path, "a note")?;
+/// # drop(session);
+/// let (loaded, note) = engine.load_session(&path)?;
+/// assert_eq!((loaded.tokens(), note.as_str()), (fork.tokens(), "a note"));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Session {
     home: Arc<Home>,
