@@ -16,9 +16,8 @@ use crate::scalar;
 
 type Part = __m256;
 const WIDTH: usize = 8;
-const ROWS: usize = 2;
-const ROWS_2: usize = 1;
-const ROWS_4: usize = 1;
+const ROWS: [usize; 4] = [3, 2, 1, 1];
+const VQ_ROWS: usize = 2;
 const VECTORS: usize = 2;
 
 #[target_feature(enable = "avx2,fma")]
@@ -192,7 +191,6 @@ impl Format for Q4 {
     const BYTES: usize = 16;
     const PAD: u8 = 0x99;
     const SCALED: bool = true;
-    const ARRANGED: bool = true;
 
     #[target_feature(enable = "avx2,fma")]
     #[inline]
@@ -229,7 +227,6 @@ impl Format for Mxfp4 {
     const GROUP: Option<usize> = Some(mxfp4::BLOCK);
     const START: f32 = -0.0;
     const END: f32 = 0.0;
-    const ARRANGED: bool = true;
 
     #[target_feature(enable = "avx2,fma")]
     #[inline]

@@ -16,9 +16,8 @@ use crate::scalar;
 
 type Part = __m512;
 const WIDTH: usize = 16;
-const ROWS: usize = 4;
-const ROWS_2: usize = 4;
-const ROWS_4: usize = 2;
+const ROWS: [usize; 4] = [4, 4, 2, 2];
+const VQ_ROWS: usize = 4;
 const VECTORS: usize = 4;
 
 #[target_feature(enable = "avx512f")]
@@ -160,7 +159,6 @@ impl Format for Q4 {
     const BYTES: usize = 16;
     const PAD: u8 = 0x99;
     const SCALED: bool = true;
-    const ARRANGED: bool = true;
 
     #[target_feature(enable = "avx512f")]
     #[inline]
@@ -197,7 +195,6 @@ impl Format for Mxfp4 {
     const GROUP: Option<usize> = Some(mxfp4::BLOCK);
     const START: f32 = -0.0;
     const END: f32 = 0.0;
-    const ARRANGED: bool = true;
 
     #[target_feature(enable = "avx512f")]
     #[inline]

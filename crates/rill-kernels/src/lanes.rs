@@ -16,9 +16,9 @@
 //!   product, where it would lose the sign of zero with +0.
 //!
 //! A module that uses [`products`] has in scope: `Part` (a register) with `WIDTH`, `part_splat`,
-//! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; `prefetch`; rows that `direct` takes
-//! together for one (`ROWS`), two (`ROWS_2`), three or four vectors (`ROWS_4`); `VECTORS` that `panels`
-//! takes; and the formats, types that are `Format`.
+//! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; `prefetch`; `ROWS` that `direct` takes
+//! together for one to four vectors, and `VQ_ROWS` for one where weights are table entries; `VECTORS`
+//! that `panels` takes; and the formats, types that are `Format`.
 
 /// Inputs that are decoded together.
 pub(crate) const STEP: usize = 32;
@@ -72,8 +72,6 @@ macro_rules! products {
             const START: f32 = 0.0;
             /// What is added to a row's sum at last: −0 changes nothing, +0 makes +0 of −0.
             const END: f32 = -0.0;
-            /// Whether lanes have another order than inputs.
-            const ARRANGED: bool = false;
 
             /// Thirty-two weights without their scale, in this format's order of lanes.
             ///
@@ -114,7 +112,6 @@ macro_rules! products {
             const GROUP: Option<usize> = Some(STEP);
             const START: f32 = F::START;
             const END: f32 = F::END;
-            const ARRANGED: bool = F::ARRANGED;
 
             #[target_feature(enable = $features)]
             #[inline]
@@ -202,11 +199,12 @@ macro_rules! products {
                 let rows = first..m.rows.min(first + BLOCK);
                 let mut t = 0;
                 while t < n {
+                    let rows = rows.clone();
                     t += match n - t {
-                        1 => block::<F, ROWS, 1>(m, group, rows.clone(), x, t, n, &mut room, out),
-                        2 => block::<F, ROWS_2, 2>(m, group, rows.clone(), x, t, n, &mut room, out),
-                        3 => block::<F, ROWS_4, 3>(m, group, rows.clone(), x, t, n, &mut room, out),
-                        _ => block::<F, ROWS_4, 4>(m, group, rows.clone(), x, t, n, &mut room, out),
+                        1 => block::<F, { ROWS[0] }, 1>(m, group, rows, x, t, n, &mut room, out),
+                        2 => block::<F, { ROWS[1] }, 2>(m, group, rows, x, t, n, &mut room, out),
+                        3 => block::<F, { ROWS[2] }, 3>(m, group, rows, x, t, n, &mut room, out),
+                        _ => block::<F, { ROWS[3] }, 4>(m, group, rows, x, t, n, &mut room, out),
                     };
                 }
             }
@@ -226,22 +224,19 @@ macro_rules! products {
             room: &mut Panel,
             out: &mut [f32],
         ) -> usize {
-            let group = F::GROUP.unwrap_or(group);
             let cols = m.cols;
-            let width = if F::ARRANGED { PANEL / V / group * group } else { cols };
+            let whole = F::GROUP.unwrap_or(if F::SCALED { group } else { STEP });
+            let width = PANEL / V / whole * whole;
             let mut sums = [[splat(0.0); V]; BLOCK];
             for first in (0..cols).step_by(width) {
                 let end = cols.min(first + width);
                 let inputs: [&[f32]; V] = std::array::from_fn(|v| &x[(t + v) * cols..][first..end]);
-                let mut arranged = inputs;
-                if F::ARRANGED {
-                    let (chunks, _) = room.0.split_at_mut(V * (PANEL / V));
-                    let mut chunks = chunks.chunks_exact_mut(PANEL / V);
-                    for v in 0..V {
-                        let room = chunks.next().expect("as many chunks as vectors");
-                        arrange::<F>(inputs[v], room);
-                        arranged[v] = room;
-                    }
+                // Copied even where lanes have the order of inputs: several vectors do not fit the nearest
+                // cache together, and these cross no cache lines.
+                let mut arranged: [&[f32]; V] = [&[]; V];
+                for (room, v) in room.0.chunks_exact_mut(PANEL / V).zip(0..V) {
+                    arrange::<F>(inputs[v], room);
+                    arranged[v] = room;
                 }
                 let mut r = rows.start;
                 while r + R <= rows.end {
@@ -289,7 +284,7 @@ macro_rules! products {
             sums: &mut [[Lanes; V]],
         ) {
             let len = x[0].len();
-            let group = F::GROUP.unwrap_or(group);
+            let group = F::GROUP.unwrap_or(if F::SCALED { group } else { len });
             let (code_bytes, scale_bytes) = (m.codes.len() / m.rows, m.scales.len() / m.rows);
             // A group is whole sixteens, except where it is the row, so that every one begins with
             // a whole byte.
@@ -306,6 +301,7 @@ macro_rules! products {
                 p[i] = sums[i];
             }
             let groups = len.div_ceil(group);
+            let group_bytes = group / 16 * (F::BYTES / 2);
             for first_group in (0..groups).step_by(SCALES) {
                 let mut scales = [[0.0; SCALES]; R];
                 let some = SCALES.min(groups - first_group);
@@ -319,18 +315,18 @@ macro_rules! products {
                     let end =
                         if F::GROUP.is_some() { first + group } else { len.min(first + group) };
                     let whole = (end - first) / STEP;
-                    // The same place in the rows that come next: the hardware does not see that short
-                    // rows follow one another, so that weights from memory would come at half the rate.
-                    let code = first / 16 * (F::BYTES / 2);
-                    for line in (code..end / 16 * (F::BYTES / 2)).step_by(64) {
-                        for i in 0..R {
-                            prefetch(rows[i].as_ptr().wrapping_add(line + R * code_bytes));
-                        }
-                    }
-                    let mut t = [[splat(F::START); V]; R];
+                    let mut t = if F::SCALED { [[splat(F::START); V]; R] } else { p };
                     for step in 0..whole {
                         let at = first + step * STEP;
-                        let code = at / 16 * (F::BYTES / 2);
+                        let code = (first_group + g) * group_bytes + step * F::BYTES;
+                        // The same place in the rows that come next: the hardware does not see that short
+                        // rows follow one another, so that weights from memory would come at half the rate.
+                        for line in (0..F::BYTES).step_by(64) {
+                            for i in 0..R {
+                                let next = R * code_bytes + code + line;
+                                prefetch(rows[i].as_ptr().wrapping_add(next));
+                            }
+                        }
                         // SAFETY: thirty-two values from `at` on lie in the vectors, at + 32 <= len,
                         // and their codes in each row, as asserted above.
                         unsafe { stepped::<F, R, V>(rows, code, arranged, at, &mut t) };
@@ -443,12 +439,12 @@ macro_rules! products {
             if n < FEW {
                 for (t, x) in x.chunks_exact(m.cols).enumerate() {
                     let mut r = 0;
-                    while r + ROWS <= m.rows {
-                        let sums = entries.dots::<ROWS>(m.first_row + r, x);
-                        for i in 0..ROWS {
+                    while r + VQ_ROWS <= m.rows {
+                        let sums = entries.dots::<VQ_ROWS>(m.first_row + r, x);
+                        for i in 0..VQ_ROWS {
                             out[(r + i) * n + t] = sums[i];
                         }
-                        r += ROWS;
+                        r += VQ_ROWS;
                     }
                     for r in r..m.rows {
                         [out[r * n + t]] = entries.dots::<1>(m.first_row + r, x);

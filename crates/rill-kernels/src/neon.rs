@@ -16,9 +16,8 @@ use crate::scalar;
 
 type Part = float32x4_t;
 const WIDTH: usize = 4;
-const ROWS: usize = 2;
-const ROWS_2: usize = 2;
-const ROWS_4: usize = 1;
+const ROWS: [usize; 4] = [2, 2, 1, 1];
+const VQ_ROWS: usize = 2;
 const VECTORS: usize = 4;
 
 #[target_feature(enable = "neon")]
