@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use crate::codec::{PARTIALS, Vq, f16_at, f16_scales, join, mxfp4, q4, vq};
 use crate::lanes::{
-    BLOCK, FEW, FEW_SCALED, PANEL, PANEL_ROWS, Panel, SCALES, SHARED, STEP, padded, products,
+    Aligned, BLOCK, FEW, NEAR, PANEL, PANEL_ROWS, SCALES, SHARED, STEP, padded, products,
 };
 use crate::matrix::Matrix;
 use crate::scalar;
@@ -18,7 +18,8 @@ type Part = __m512;
 const WIDTH: usize = 16;
 const ROWS: [usize; 4] = [4, 4, 2, 2];
 const VQ_ROWS: usize = 4;
-const VECTORS: usize = 4;
+const TILE: (usize, usize) = (8, 3);
+const SHORT_TILE: (usize, usize) = (4, 3);
 
 #[target_feature(enable = "avx512f")]
 #[inline]

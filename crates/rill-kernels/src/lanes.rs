@@ -17,29 +17,32 @@
 //!
 //! A module that uses [`products`] has in scope: `Part` (a register) with `WIDTH`, `part_splat`,
 //! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; `prefetch`; `ROWS` that `direct` takes
-//! together for one to four vectors, and `VQ_ROWS` for one where weights are table entries; `VECTORS`
-//! that `panels` takes; and the formats, types that are `Format`.
+//! together for one to four vectors, and `VQ_ROWS` for one where weights are table entries; rows and
+//! vectors that `panels` takes together, so that their sums are registers: `TILE`, and `SHORT_TILE` where
+//! groups are so short that those of their rows should be as well; and the formats, types that are `Format`.
+
+use crate::codec::GROUP_RANGE;
 
 /// Inputs that are decoded together.
 pub(crate) const STEP: usize = 32;
-/// Weights of a panel: 16 KiB of f32, half of the smallest first-level cache.
-pub(crate) const PANEL: usize = 4096;
-/// Rows of a panel, unless a group is so long that only half of them fit.
+/// Inputs or weights that stay in the nearest cache: 16 KiB of f32, half of the smallest one.
+pub(crate) const NEAR: usize = 4096;
+/// Rows of a panel.
 pub(crate) const PANEL_ROWS: usize = 8;
+/// Weights of a panel whose groups are as long as groups may be; others have [`NEAR`].
+pub(crate) const PANEL: usize = PANEL_ROWS * *GROUP_RANGE.end();
 /// Groups whose scales are converted together.
 pub(crate) const SCALES: usize = 32;
-/// Vectors that share one decoding of a panel; their partial sums take 16 KiB.
-pub(crate) const SHARED: usize = 32;
-/// Up to this many vectors panels do not pay, where weights have no scales and where they have: with
-/// scales, panels have two sums for each row and vector, which not all registers hold.
-pub(crate) const FEW: usize = 4;
-pub(crate) const FEW_SCALED: usize = 12;
+/// Vectors that share one decoding of a panel; their partial sums take 32 KiB.
+pub(crate) const SHARED: usize = 64;
+/// Up to this many vectors, panels do not pay.
+pub(crate) const FEW: usize = 10;
 /// Rows that few vectors are multiplied by before the next ones.
 pub(crate) const BLOCK: usize = 64;
 
-/// Decoded weights, so aligned that no load crosses a cache line.
+/// Arrays of f32, so aligned that no register's load or store crosses a cache line.
 #[repr(align(64))]
-pub(crate) struct Panel(pub(crate) [f32; PANEL]);
+pub(crate) struct Aligned<T>(pub(crate) T);
 
 /// Inputs that are missing: −0, which adds nothing to any sum when its weight is positive.
 #[inline(always)]
@@ -184,17 +187,25 @@ macro_rules! products {
         #[target_feature(enable = $features)]
         #[inline]
         fn product<F: Format>(m: &Matrix<'_>, group: usize, x: &[f32], n: usize, out: &mut [f32]) {
-            if n <= if F::SCALED { FEW_SCALED } else { FEW } {
+            if n <= FEW {
                 direct::<F>(m, group, x, n, out);
+            } else if F::GROUP.is_some() {
+                const T: usize = SHORT_TILE.0;
+                const V: usize = SHORT_TILE.1;
+                panels::<F, T, V>(m, group, x, n, out, |r, inputs, out| {
+                    fill::<F>(m, r, inputs, out);
+                });
             } else {
-                panels::<F>(m, group, x, n, out, |r, inputs, out| fill::<F>(m, r, inputs, out));
+                panels::<F, { TILE.0 }, { TILE.1 }>(m, group, x, n, out, |r, inputs, out| {
+                    fill::<F>(m, r, inputs, out);
+                });
             }
         }
 
         /// Few vectors: some rows at a time, which stay in a near cache, by all vectors.
         #[target_feature(enable = $features)]
         fn direct<F: Format>(m: &Matrix<'_>, group: usize, x: &[f32], n: usize, out: &mut [f32]) {
-            let mut room = Panel([0.0; PANEL]);
+            let mut room = Aligned([0.0; NEAR]);
             for first in (0..m.rows).step_by(BLOCK) {
                 let rows = first..m.rows.min(first + BLOCK);
                 let mut t = 0;
@@ -221,12 +232,12 @@ macro_rules! products {
             x: &[f32],
             t: usize,
             n: usize,
-            room: &mut Panel,
+            room: &mut Aligned<[f32; NEAR]>,
             out: &mut [f32],
         ) -> usize {
             let cols = m.cols;
             let whole = F::GROUP.unwrap_or(if F::SCALED { group } else { STEP });
-            let width = PANEL / V / whole * whole;
+            let width = NEAR / V / whole * whole;
             let mut sums = [[splat(0.0); V]; BLOCK];
             for first in (0..cols).step_by(width) {
                 let end = cols.min(first + width);
@@ -234,7 +245,7 @@ macro_rules! products {
                 // Copied even where lanes have the order of inputs: several vectors do not fit the nearest
                 // cache together, and these cross no cache lines.
                 let mut arranged: [&[f32]; V] = [&[]; V];
-                for (room, v) in room.0.chunks_exact_mut(PANEL / V).zip(0..V) {
+                for (room, v) in room.0.chunks_exact_mut(NEAR / V).zip(0..V) {
                     arrange::<F>(inputs[v], room);
                     arranged[v] = room;
                 }
@@ -436,22 +447,18 @@ macro_rules! products {
             out: &mut [f32],
         ) {
             let entries = vq::Entries::<S, E>::new(vq, m.codes, m.tables, m.cols);
-            if n < FEW {
-                for (t, x) in x.chunks_exact(m.cols).enumerate() {
-                    let mut r = 0;
-                    while r + VQ_ROWS <= m.rows {
-                        let sums = entries.dots::<VQ_ROWS>(m.first_row + r, x);
-                        for i in 0..VQ_ROWS {
-                            out[(r + i) * n + t] = sums[i];
-                        }
-                        r += VQ_ROWS;
-                    }
-                    for r in r..m.rows {
-                        [out[r * n + t]] = entries.dots::<1>(m.first_row + r, x);
-                    }
+            if n == 1 {
+                let mut r = 0;
+                while r + VQ_ROWS <= m.rows {
+                    let sums = entries.dots::<VQ_ROWS>(m.first_row + r, x);
+                    out[r..][..VQ_ROWS].copy_from_slice(&sums);
+                    r += VQ_ROWS;
+                }
+                for r in r..m.rows {
+                    [out[r]] = entries.dots::<1>(m.first_row + r, x);
                 }
             } else {
-                panels::<F32>(m, m.cols, x, n, out, |r, inputs, out| {
+                panels::<F32, { TILE.0 }, { TILE.1 }>(m, m.cols, x, n, out, |r, inputs, out| {
                     entries.fill(m.first_row + r, inputs, out);
                 });
             }
@@ -465,7 +472,7 @@ macro_rules! products {
 
         /// Many vectors: panels of some rows and columns, in which no group is cut.
         #[target_feature(enable = $features)]
-        fn panels<F: Format>(
+        fn panels<F: Format, const T: usize, const V: usize>(
             m: &Matrix<'_>,
             group: usize,
             x: &[f32],
@@ -475,21 +482,21 @@ macro_rules! products {
         ) {
             let cols = m.cols;
             let group = F::GROUP.unwrap_or(group);
-            let width = match (F::SCALED, PANEL / PANEL_ROWS) {
+            let width = match (F::SCALED, NEAR / PANEL_ROWS) {
                 (true, usual) if group <= usual => usual / group * group,
                 (true, _) => group,
                 (false, usual) => usual,
             };
             let stride = width.next_multiple_of(STEP);
-            let tall = PANEL_ROWS.min(PANEL / stride / 4 * 4);
             let scale_bytes = m.scales.len() / m.rows;
-            let mut panel = Panel([0.0; PANEL]);
+            let mut panel = Aligned([0.0; PANEL]);
             let panel = &mut panel.0;
             for t in (0..n).step_by(SHARED) {
                 let vectors = SHARED.min(n - t);
-                for r in (0..m.rows).step_by(tall) {
-                    let rows = tall.min(m.rows - r);
-                    let mut sums = [[[0.0; PARTIALS]; SHARED]; PANEL_ROWS];
+                for r in (0..m.rows).step_by(PANEL_ROWS) {
+                    let rows = PANEL_ROWS.min(m.rows - r);
+                    let mut sums = Aligned([[[0.0; PARTIALS]; SHARED]; PANEL_ROWS]);
+                    let sums = &mut sums.0;
                     for first in (0..cols).step_by(width) {
                         let end = cols.min(first + width);
                         let mut scales = [[0.0; SCALES]; PANEL_ROWS];
@@ -501,31 +508,30 @@ macro_rules! products {
                                 F::scales(row, first / group, &mut scales[i][..groups]);
                             }
                         }
-                        for i in (0..rows).step_by(4) {
-                            let panel = &panel[i * stride..][..4 * stride];
-                            let (scales, sums) = (&scales[i..i + 4], &mut sums[i..i + 4]);
-                            let mut v = 0;
-                            while v < vectors {
-                                let x = |k: usize| &x[(t + v + k) * cols..][first..end];
-                                v += match VECTORS.min(vectors - v) {
+                        // Vectors outside: their inputs come from a farther cache once for the panel.
+                        for v in (0..vectors).step_by(V) {
+                            let x = |k: usize| &x[(t + v + k) * cols..][first..end];
+                            for i in (0..rows).step_by(T) {
+                                let panel = &panel[i * stride..][..T * stride];
+                                let (scales, sums) = (&scales[i..i + T], &mut sums[i..i + T]);
+                                match vectors - v {
                                     1 => {
-                                        micro::<F, 1>(panel, stride, scales, group, [x(0)], sums, v)
+                                        let x = [x(0)];
+                                        micro::<F, T, 1>(panel, stride, scales, group, x, sums, v);
                                     }
                                     2 => {
                                         let x = [x(0), x(1)];
-                                        micro::<F, 2>(panel, stride, scales, group, x, sums, v)
+                                        micro::<F, T, 2>(panel, stride, scales, group, x, sums, v);
                                     }
                                     3 => {
                                         let x = [x(0), x(1), x(2)];
-                                        micro::<F, 3>(panel, stride, scales, group, x, sums, v)
+                                        micro::<F, T, 3>(panel, stride, scales, group, x, sums, v);
                                     }
                                     _ => {
-                                        let x: [&[f32]; VECTORS] = std::array::from_fn(x);
-                                        micro::<F, VECTORS>(
-                                            panel, stride, scales, group, x, sums, v,
-                                        )
+                                        let x = std::array::from_fn(x);
+                                        micro::<F, T, V>(panel, stride, scales, group, x, sums, v);
                                     }
-                                };
+                                }
                             }
                         }
                     }
@@ -576,9 +582,9 @@ macro_rules! products {
             }
         }
 
-        /// Four rows of a panel times `V` vectors, added to their partial sums. Returns `V`.
+        /// `T` rows of a panel times `V` vectors, added to their partial sums.
         #[target_feature(enable = $features)]
-        fn micro<F: Format, const V: usize>(
+        fn micro<F: Format, const T: usize, const V: usize>(
             panel: &[f32],
             stride: usize,
             scales: &[[f32; SCALES]],
@@ -586,21 +592,23 @@ macro_rules! products {
             x: [&[f32]; V],
             sums: &mut [[[f32; PARTIALS]; SHARED]],
             v0: usize,
-        ) -> usize {
+        ) {
             let len = x[0].len();
             let group = F::GROUP.unwrap_or(if F::SCALED { group } else { len });
             let whole = len / 16 * 16;
             let mut tails = [[0.0f32; 16]; V];
             for v in 0..V {
                 assert!(x[v].len() == len);
-                tails[v] = padded(&x[v][whole..]);
+                if whole < len {
+                    tails[v] = padded(&x[v][whole..]);
+                }
             }
             assert!(F::GROUP.is_none_or(|group| len.is_multiple_of(group)));
-            assert!(panel.len() >= 4 * stride && stride >= len.next_multiple_of(16));
-            assert!(scales.len() == 4 && sums.len() == 4 && v0 + V <= SHARED);
+            assert!(panel.len() >= T * stride && stride >= len.next_multiple_of(16));
+            assert!(scales.len() == T && sums.len() == T && v0 <= SHARED - V);
             for part in (0..PARTIALS).step_by(WIDTH) {
-                let mut p = [[part_splat(0.0); V]; 4];
-                for i in 0..4 {
+                let mut p = [[part_splat(0.0); V]; T];
+                for i in 0..T {
                     for v in 0..V {
                         // SAFETY: a part of sixteen values.
                         p[i][v] = unsafe { part_load(sums[i][v0 + v].as_ptr().add(part)) };
@@ -610,7 +618,7 @@ macro_rules! products {
                     let end =
                         if F::GROUP.is_some() { first + group } else { len.min(first + group) };
                     let mut s = match F::SCALED {
-                        true => [[part_splat(F::START); V]; 4],
+                        true => [[part_splat(F::START); V]; T],
                         false => p,
                     };
                     let steps = (end - first) / 16;
@@ -635,7 +643,7 @@ macro_rules! products {
                             multiplied(panel.as_ptr().add(whole + part), stride, xs, &mut s);
                         }
                     }
-                    for i in 0..4 {
+                    for i in 0..T {
                         let scale = part_splat(scales[i][g]);
                         for v in 0..V {
                             p[i][v] = match F::SCALED {
@@ -645,29 +653,28 @@ macro_rules! products {
                         }
                     }
                 }
-                for i in 0..4 {
+                for i in 0..T {
                     for v in 0..V {
                         // SAFETY: a part of sixteen values.
                         unsafe { part_store(p[i][v], sums[i][v0 + v].as_mut_ptr().add(part)) };
                     }
                 }
             }
-            V
         }
 
-        /// Four rows of a panel, `stride` apart, times `V` vectors, added to sums.
+        /// `T` rows of a panel, `stride` apart, times `V` vectors, added to sums.
         ///
         /// # Safety
         /// A part must be readable of each row.
         #[target_feature(enable = $features)]
         #[inline]
-        unsafe fn multiplied<const V: usize>(
+        unsafe fn multiplied<const T: usize, const V: usize>(
             panel: *const f32,
             stride: usize,
             x: [Part; V],
-            sums: &mut [[Part; V]; 4],
+            sums: &mut [[Part; V]; T],
         ) {
-            for i in 0..4 {
+            for i in 0..T {
                 // SAFETY: the caller's promise.
                 let w = unsafe { part_load(panel.add(i * stride)) };
                 for v in 0..V {
