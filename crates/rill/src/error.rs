@@ -159,8 +159,8 @@ pub enum Error {
 
     /// A session's file is not what it should be.
     #[error(
-        "{}: {what} should be {expected}, found {found}; it can be loaded only whole, with the model and \
-         the version of Rill that wrote it",
+        "{}: {what} should be {expected}, found {found}; it can be loaded only whole, with the model, the \
+         format of latents and the version of Rill that wrote it",
         file.display()
     )]
     SessionFile {
