@@ -446,7 +446,8 @@ macro_rules! products {
             n: usize,
             out: &mut [f32],
         ) {
-            let entries = vq::Entries::<S, E>::new(vq, m.codes, m.tables, m.cols);
+            let tables = vq::Tables::<S, E>::new(m.tables);
+            let entries = vq::Entries::new(vq, m.codes, &tables, m.cols);
             if n == 1 {
                 let mut r = 0;
                 while r + VQ_ROWS <= m.rows {

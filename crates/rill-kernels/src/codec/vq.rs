@@ -134,6 +134,19 @@ pub(crate) fn dot(
     join(p) * f16_at(scales, row)
 }
 
+/// Tables of `S` stages with `E` entries each, of which none crosses a cache line: where allocations
+/// usually begin, every second one would.
+#[repr(align(32))]
+pub(crate) struct Tables<const S: usize, const E: usize>([[[f32; VECTOR]; E]; S]);
+
+impl<const S: usize, const E: usize> Tables<S, E> {
+    /// A copy of a checked matrix's tables.
+    #[inline(always)]
+    pub(crate) fn new(tables: &[f32]) -> Self {
+        Self(tables.as_chunks().0.as_chunks().0.as_chunks().0[0])
+    }
+}
+
 /// Indices and tables of a matrix with `S` stages of `E` entries each: 256, an index being a byte, or
 /// 64, packed. So known, an index needs no check, and compilers unroll the stages.
 pub(crate) struct Entries<'a, const S: usize, const E: usize> {
@@ -147,10 +160,9 @@ pub(crate) struct Entries<'a, const S: usize, const E: usize> {
 impl<'a, const S: usize, const E: usize> Entries<'a, S, E> {
     /// Of a checked matrix's bytes.
     #[inline(always)]
-    pub(crate) fn new(vq: Vq, codes: &'a [u8], tables: &'a [f32], cols: usize) -> Self {
+    pub(crate) fn new(vq: Vq, codes: &'a [u8], tables: &'a Tables<S, E>, cols: usize) -> Self {
         assert!(vq.stages == S && vq.entries == E && vq.packed == (E == 64));
-        let tables = &tables.as_chunks().0.as_chunks().0.as_chunks().0[0];
-        Self { vq, codes, tables, vectors: cols / VECTOR }
+        Self { vq, codes, tables: &tables.0, vectors: cols / VECTOR }
     }
 
     /// Dot products of `R` rows, not scaled: see [`dot`].
