@@ -193,6 +193,9 @@ FAULTS = [
     ("cancelled_after_all_layers", "crates/rill/src/scheduler/worker.rs", [
         ("        if self.reason().is_some() {", "        if self.reason().is_some() && false {"),
     ], [SCHEDULER]),
+    ("one_panic_for_all", "crates/rill/src/scheduler/worker.rs", [
+        ("catch_unwind(AssertUnwindSafe(|| ask(&mut self.inner))).ok()", "Some(ask(&mut self.inner))"),
+    ], [SCHEDULER]),
     ("beginnings_of_anybody", "crates/rill/src/prefix.rs", [
         ("*entry.namespace == *namespace && ", "(namespace.len() < usize::MAX || *entry.namespace == *namespace) && "),
     ], [SCHEDULER]),

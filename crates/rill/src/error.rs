@@ -199,6 +199,15 @@ pub enum Error {
         reason: String,
     },
 
+    /// Code that the caller gave a request panicked; other requests go on.
+    #[error(
+        "the {what} of this request panicked; what it printed tells where, mend it and ask again"
+    )]
+    Panicked {
+        /// What it was.
+        what: &'static str,
+    },
+
     /// The thread that takes steps has broken down; this is a fault of the program.
     #[error("the scheduler has broken down; open the model again, and report what it printed")]
     SchedulerGone,

@@ -72,9 +72,9 @@ pub struct Request {
     pub priority: i32,
     /// When the request ends at the latest, with what it has.
     pub deadline: Option<Instant>,
-    /// Sees every step of it.
+    /// Sees every step of it. A panic in it ends the request with [`Error::Panicked`].
     pub observer: Option<Box<dyn Observer + Send>>,
-    /// Forbids tokens.
+    /// Forbids tokens. A panic in it ends the request with [`Error::Panicked`].
     pub filter: Option<Box<dyn TokenFilter + Send>>,
     /// Go on from an earlier request that began with the same tokens, and be such a one for later
     /// requests. Only for sessions that have seen nothing, on an engine with room for snapshots

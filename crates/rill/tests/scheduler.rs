@@ -14,7 +14,7 @@ use proptest::prelude::*;
 use rill::{
     CacheCounters, CachePolicy, Ended, Engine, EngineOptions, Error, Event, Expert, ExpertError,
     ExpertId, ExpertSource, FinishReason, Folder, GenerateOptions, LayerIdx, Log, Observer, Prefix,
-    Request, Sampling, Scheduler, SchedulerOptions, Session, Token,
+    Request, Sampling, Scheduler, SchedulerOptions, Session, Token, TokenFilter,
 };
 
 const CONTEXT: usize = 64;
@@ -540,6 +540,104 @@ fn a_sink_that_panics_ends_its_own_request_and_no_other() {
         let bad = bad.expect("it is taken").recv().expect("it ends");
         assert!(matches!(bad.outcome, Ok(FinishReason::Cancelled)));
         assert_eq!(bad.written.len(), 2);
+    });
+}
+
+/// Panics in one of the methods of observers and filters, when it has been called so often.
+struct Panicking {
+    method: &'static str,
+    calls_left: usize,
+}
+
+impl Panicking {
+    fn called(&mut self, method: &str) {
+        if self.method == method {
+            assert!(self.calls_left > 0, "this is what the test is about");
+            self.calls_left -= 1;
+        }
+    }
+}
+
+impl Observer for Panicking {
+    fn after_layer(&mut self, _layer: LayerIdx, _hidden: &mut [f32]) -> ControlFlow<()> {
+        self.called("after_layer");
+        ControlFlow::Continue(())
+    }
+
+    fn choose(&mut self, _layer: LayerIdx, ids: &mut [u32]) {
+        if self.method == "choose" && self.calls_left == 0 {
+            // No choice that any step would accept.
+            ids.fill(u32::MAX);
+        }
+        self.called("choose");
+    }
+
+    fn routed(&mut self, _layer: LayerIdx, _ids: &[u32], _weights: &[f32]) {
+        self.called("routed");
+    }
+
+    fn normed(&mut self, _hidden: &[f32]) {
+        self.called("normed");
+    }
+}
+
+impl TokenFilter for Panicking {
+    fn mask(&mut self, logits: &mut [f32]) {
+        logits[0] = f32::NEG_INFINITY;
+        self.called("mask");
+    }
+
+    fn accept(&mut self, _token: u32) {
+        self.called("accept");
+    }
+}
+
+#[test]
+fn an_observer_or_a_filter_that_panics_ends_its_own_request_and_no_other() {
+    within_a_minute(|| {
+        let engine = open(k3_tiny(), 2);
+        let shared = scheduler(&engine, SchedulerOptions::default());
+        let request = |seed| Request::new(engine.new_session(), prompt(3, seed), options(9, seed));
+        let expected = alone(&engine, engine.new_session(), &prompt(3, 2), options(9, 2));
+        // The latter three are called once for a token.
+        let methods = [
+            ("after_layer", 40),
+            ("choose", 40),
+            ("routed", 40),
+            ("normed", 4),
+            ("mask", 4),
+            ("accept", 4),
+        ];
+        for (method, later) in methods {
+            for calls_left in [0, later] {
+                let mut bad = request(1);
+                let panicking = Panicking { method, calls_left };
+                let what = match method {
+                    "mask" | "accept" => {
+                        bad.filter = Some(Box::new(panicking));
+                        "token filter"
+                    }
+                    _ => {
+                        bad.observer = Some(Box::new(panicking));
+                        "observer"
+                    }
+                };
+                let [bad, good] = [bad, request(2)].map(|request| {
+                    submit(&shared, request, |_| ControlFlow::Continue(())).expect("it is taken")
+                });
+                let good = good.recv().expect("it ends");
+                assert_eq!(good.written, expected.written, "{method}");
+                assert_eq!(good.state, expected.state, "{method}");
+                let bad = bad.recv().expect("it ends");
+                match bad.outcome {
+                    Err(Error::Panicked { what: found }) => assert_eq!(found, what, "{method}"),
+                    other => panic!("{method}: {other:?}"),
+                }
+                assert!(bad.written.len() < 9, "{method}");
+                let seen = bad.state.tokens.len();
+                assert!([0, 3, 4, 5, 6, 7].contains(&seen), "{method}: {seen} tokens are no steps");
+            }
+        }
     });
 }
 

@@ -45,7 +45,7 @@ pub(super) struct Job {
     /// Written, and not seen by the session yet.
     pending: Option<u32>,
     writer: Writer,
-    filter: Option<Box<dyn TokenFilter + Send>>,
+    filter: Option<Guarded<dyn TokenFilter + Send>>,
     max_tokens: usize,
     priority: i32,
     watch: Watch,
@@ -66,7 +66,14 @@ struct Watch {
     cancel: [Arc<AtomicBool>; 2],
     shared: Arc<Shared>,
     deadline: Option<Instant>,
-    inner: Option<Box<dyn Observer + Send>>,
+    inner: Option<Guarded<dyn Observer + Send>>,
+}
+
+/// Code of the caller's: what it breaks is its own request.
+struct Guarded<T: ?Sized> {
+    inner: Box<T>,
+    /// It is not asked any more.
+    panicked: bool,
 }
 
 impl Worker {
@@ -230,6 +237,7 @@ impl Worker {
             let end = match n {
                 0 => None,
                 n => match outcomes.next().expect("one for each that took part") {
+                    _ if job.watch.panicked() => Some(Err(Error::Panicked { what: "observer" })),
                     Ok(Some(logits)) => {
                         let end = job.advance(n, &logits, &self.engine);
                         job.keep_beginning(&mut self.prefixes, end.is_some());
@@ -280,10 +288,10 @@ impl Job {
             prefilled: 0,
             pending: None,
             writer,
-            filter,
+            filter: filter.map(Guarded::new),
             max_tokens: options.max_tokens,
             priority,
-            watch: Watch { cancel, shared, deadline, inner: observer },
+            watch: Watch { cancel, shared, deadline, inner: observer.map(Guarded::new) },
             sink,
             last_step: 0,
             prefix,
@@ -364,8 +372,12 @@ impl Job {
         if self.statistics.written_tokens == self.max_tokens {
             return Some(Ok(FinishReason::Length));
         }
-        let filter = self.filter.as_mut().map(|filter| &mut **filter as &mut dyn TokenFilter);
-        let token = match self.writer.next(&self.session, logits, filter) {
+        let filter = self.filter.as_mut().map(|filter| filter as &mut dyn TokenFilter);
+        let next = self.writer.next(&self.session, logits, filter);
+        if self.filter.as_ref().is_some_and(|filter| filter.panicked) {
+            return Some(Err(Error::Panicked { what: "token filter" }));
+        }
+        let token = match next {
             Ok(token) => token,
             Err(reason) => return Some(Ok(reason)),
         };
@@ -382,7 +394,7 @@ impl Job {
 
     /// Tells its owner, and cancels it if nobody is there any more.
     fn tell(&mut self, event: Event) {
-        // A sink is the caller's code: what it breaks is its own request.
+        // It is the caller's code, like observers and filters.
         let told = catch_unwind(AssertUnwindSafe(|| (self.sink)(event)));
         if !matches!(told, Ok(ControlFlow::Continue(()))) {
             self.watch.cancel[0].store(true, Ordering::Relaxed);
@@ -413,6 +425,36 @@ impl Watch {
         let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
         late.then_some(FinishReason::Deadline)
     }
+
+    fn panicked(&self) -> bool {
+        self.inner.as_ref().is_some_and(|inner| inner.panicked)
+    }
+}
+
+impl<T: ?Sized> Guarded<T> {
+    fn new(inner: Box<T>) -> Self {
+        Self { inner, panicked: false }
+    }
+
+    /// Nothing, once it has panicked.
+    fn ask<R>(&mut self, ask: impl FnOnce(&mut T) -> R) -> Option<R> {
+        if self.panicked {
+            return None;
+        }
+        let answer = catch_unwind(AssertUnwindSafe(|| ask(&mut self.inner))).ok();
+        self.panicked = answer.is_none();
+        answer
+    }
+}
+
+impl TokenFilter for Guarded<dyn TokenFilter + Send> {
+    fn mask(&mut self, logits: &mut [f32]) {
+        self.ask(|filter| filter.mask(logits));
+    }
+
+    fn accept(&mut self, token: u32) {
+        self.ask(|filter| filter.accept(token));
+    }
 }
 
 impl Observer for Watch {
@@ -421,26 +463,29 @@ impl Observer for Watch {
             return ControlFlow::Break(());
         }
         match &mut self.inner {
-            Some(inner) => inner.after_layer(layer, hidden),
+            // Breaks as well where any of these methods has panicked.
+            Some(inner) => inner
+                .ask(|inner| inner.after_layer(layer, hidden))
+                .unwrap_or(ControlFlow::Break(())),
             None => ControlFlow::Continue(()),
         }
     }
 
     fn choose(&mut self, layer: LayerIdx, ids: &mut [u32]) {
         if let Some(inner) = &mut self.inner {
-            inner.choose(layer, ids);
+            inner.ask(|inner| inner.choose(layer, ids));
         }
     }
 
     fn routed(&mut self, layer: LayerIdx, ids: &[u32], weights: &[f32]) {
         if let Some(inner) = &mut self.inner {
-            inner.routed(layer, ids, weights);
+            inner.ask(|inner| inner.routed(layer, ids, weights));
         }
     }
 
     fn normed(&mut self, hidden: &[f32]) {
         if let Some(inner) = &mut self.inner {
-            inner.normed(hidden);
+            inner.ask(|inner| inner.normed(hidden));
         }
     }
 }
