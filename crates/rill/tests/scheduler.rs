@@ -86,18 +86,30 @@ impl State {
 fn submit(
     scheduler: &Scheduler,
     request: Request,
-    mut at_token: impl FnMut(usize) -> ControlFlow<()> + Send + 'static,
+    at_token: impl FnMut(usize) -> ControlFlow<()> + Send + 'static,
 ) -> Result<mpsc::Receiver<Done>, Error> {
+    submit_then(scheduler, request, at_token, |written, ended| {
+        let Ended { session, outcome, .. } = ended;
+        let state = State::of(&session);
+        drop(session);
+        Done { written, outcome, state }
+    })
+}
+
+/// The same, giving what `then` makes of all that was written, and how it ended.
+fn submit_then<T: Send + 'static>(
+    scheduler: &Scheduler,
+    request: Request,
+    mut at_token: impl FnMut(usize) -> ControlFlow<()> + Send + 'static,
+    mut then: impl FnMut(Vec<Token>, Ended) -> T + Send + 'static,
+) -> Result<mpsc::Receiver<T>, Error> {
     let (done, wait) = mpsc::channel();
     let mut written = Vec::new();
     scheduler.submit_with(request, move |event| {
         match event {
             Event::Token(token) => written.push(token),
             Event::Ended(ended) => {
-                let Ended { session, outcome, .. } = *ended;
-                let (written, state) = (std::mem::take(&mut written), State::of(&session));
-                drop(session);
-                let _ = done.send(Done { written, outcome, state });
+                let _ = done.send(then(std::mem::take(&mut written), *ended));
                 return ControlFlow::Continue(());
             }
             _ => {}
@@ -127,15 +139,80 @@ struct Made {
     forked: bool,
     /// Waits so many tokens of the request before it until it comes.
     arrives_after: usize,
+    /// Its session is saved and dropped after so many tokens of its prompt and of its text, and loaded to
+    /// go on.
+    saved_after: Option<(usize, usize)>,
 }
 
 fn made() -> impl Strategy<Value = Made> {
-    let cancel_after = prop::option::weighted(0.25, 0usize..6);
-    (1usize..20, 0usize..10, any::<u64>(), -1i32..2, cancel_after, any::<bool>(), 0usize..4)
-        .prop_map(|(prompt, max_tokens, seed, priority, cancel_after, forked, arrives_after)| {
-            let seed = seed % 1000;
-            Made { prompt, max_tokens, seed, priority, cancel_after, forked, arrives_after }
-        })
+    let whole = (1usize..20, 0usize..10, 0u64..1000, -1i32..2, any::<bool>(), 0usize..4);
+    let breaks = (
+        prop::option::weighted(0.25, 0usize..6),
+        prop::option::weighted(0.4, any::<prop::sample::Index>()),
+    );
+    (whole, breaks).prop_map(|(whole, (cancel_after, saved_after))| {
+        let (prompt, max_tokens, seed, priority, forked, arrives_after) = whole;
+        let saved_after = saved_after.map(|at| match at.index(prompt + max_tokens) {
+            at if at < prompt => (at, 0),
+            at => (prompt, at - prompt + 1),
+        });
+        let saved_after = saved_after.filter(|(prompt, _)| *prompt > 0);
+        Made {
+            prompt,
+            max_tokens,
+            seed,
+            priority,
+            cancel_after,
+            forked,
+            arrives_after,
+            saved_after,
+        }
+    })
+}
+
+/// Saves the session of a request that was broken off, loads it as soon as there is room for it, and
+/// goes on with the rest of the prompt or of the text.
+fn go_on(
+    shared: &Scheduler,
+    made: &Made,
+    (mut written, ended): (Vec<Token>, Ended),
+    at_token: impl Fn(usize) -> ControlFlow<()> + Send + 'static,
+) -> Done {
+    let Ended { session, sampler, outcome, .. } = ended;
+    let state = State::of(&session);
+    if !matches!(outcome, Ok(FinishReason::Length)) {
+        return Done { written, outcome, state };
+    }
+    let engine = shared.engine();
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let path = dir.path().join("session");
+    engine.save_session(&session, &path, "").expect("the disk has room");
+    drop(session);
+    let session = loop {
+        match engine.load_session(&path) {
+            Ok((session, _)) => break session,
+            // Others were let in meanwhile.
+            Err(Error::OverBudget(_)) => std::thread::sleep(Duration::from_millis(1)),
+            Err(error) => panic!("{error}"),
+        }
+    };
+    assert_eq!(State::of(&session), state, "what was loaded is what was saved");
+    let mut options = options(made.max_tokens - written.len(), made.seed);
+    let rest = match written.last() {
+        None => prompt(made.prompt, made.seed).split_off(made.saved_after.map_or(0, |at| at.0)),
+        Some(_) if options.max_tokens == 0 => return Done { written, outcome, state },
+        Some(last) => {
+            options.resume = Some(sampler);
+            vec![last.id]
+        }
+    };
+    let mut request = Request::new(session, rest, options);
+    request.priority = made.priority;
+    let before = written.len();
+    let wait = submit(shared, request, move |more| at_token(before + more));
+    let done = wait.expect("it is taken").recv().expect("it ends");
+    written.extend(done.written);
+    Done { written, ..done }
 }
 
 proptest! {
@@ -143,7 +220,7 @@ proptest! {
 
     #[test]
     fn requests_that_come_and_go_as_they_like_get_the_bits_they_get_alone(
-        requests in prop::collection::vec(made(), 1..16),
+        requests in prop::collection::vec(made(), 1..=16),
         room in 1usize..5,
         k3 in any::<bool>(),
     ) {
@@ -169,30 +246,45 @@ proptest! {
 
         let options = SchedulerOptions { max_sessions: 99, queue: 99, ..Default::default() };
         let shared = scheduler(&engine, options);
-        let mut waits = Vec::new();
-        let mut before: Option<mpsc::Receiver<()>> = None;
-        for made in &requests {
-            if let Some(before) = before {
-                // Ends too, when the one before does.
-                before.iter().take(made.arrives_after).for_each(drop);
-            }
-            let (prompt, options) = of(made);
-            let mut request = Request::new(start(made), prompt, options);
-            request.priority = made.priority;
-            let (counter, count) = mpsc::channel();
-            before = Some(count);
-            let cancel_after = made.cancel_after;
-            let wait = submit(&shared, request, move |written| {
-                let _ = counter.send(());
-                match cancel_after.is_some_and(|n| written >= n) {
-                    true => ControlFlow::Break(()),
-                    false => ControlFlow::Continue(()),
+        let done: Vec<Done> = std::thread::scope(|scope| {
+            let shared = &shared;
+            let mut threads = Vec::new();
+            let mut before: Option<mpsc::Receiver<()>> = None;
+            for made in &requests {
+                if let Some(before) = before {
+                    // Ends too, when the one before does.
+                    before.iter().take(made.arrives_after).for_each(drop);
                 }
-            });
-            waits.push(wait.expect("it is taken"));
-        }
-        for ((made, expected), wait) in requests.iter().zip(&expected).zip(waits) {
-            let done = wait.recv().expect("it ends");
+                let (mut prompt, mut options) = of(made);
+                if let Some((tokens, written)) = made.saved_after {
+                    prompt.truncate(tokens);
+                    options.max_tokens = written;
+                }
+                let mut request = Request::new(start(made), prompt, options);
+                request.priority = made.priority;
+                let (counter, count) = mpsc::channel();
+                before = Some(count);
+                let cancel_after = made.cancel_after;
+                let at_token = move |written| {
+                    let _ = counter.send(());
+                    match cancel_after.is_some_and(|n| written >= n) {
+                        true => ControlFlow::Break(()),
+                        false => ControlFlow::Continue(()),
+                    }
+                };
+                threads.push(if made.saved_after.is_some() {
+                    let later = at_token.clone();
+                    let wait = submit_then(shared, request, at_token, |written, ended| (written, ended));
+                    let wait = wait.expect("it is taken");
+                    scope.spawn(move || go_on(shared, made, wait.recv().expect("it ends"), later))
+                } else {
+                    let wait = submit(shared, request, at_token).expect("it is taken");
+                    scope.spawn(move || wait.recv().expect("it ends"))
+                });
+            }
+            threads.into_iter().map(|thread| thread.join().expect("it does not panic")).collect()
+        });
+        for ((made, expected), done) in requests.iter().zip(&expected).zip(done) {
             match done.outcome.expect("it runs") {
                 FinishReason::Cancelled => {
                     prop_assert!(made.cancel_after.is_some());
