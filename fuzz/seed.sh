@@ -43,6 +43,16 @@ text = json.dumps(header).encode()
 ids = b"".join(i.to_bytes(2, "little") for n in range(15) for i in (n % 4, 4 + n % 5))
 seed("trace", "small", len(text).to_bytes(8, "little") + text + ids)
 
+# The fronts of sessions' files, with a mark that the target puts the model's identity for.
+for name, rest in [("plain", '"tokens":8,"note":""'), ("note", '"tokens":8,"note":"so far \\"so\\" good"'),
+                   ("latents", '"tokens":8,"note":"","latents":"f32"'), ("full", '"tokens":16,"note":"x"'), ("none", '"tokens":0,"note":"yz"')]:
+    head = ('{"model":"' + "#" * 33 + '",' + rest + "}").encode()
+    tokens = b"".join(id.to_bytes(4, "little") for id in [5, 77, 3, 300, 12, 9, 501, 44])
+    front = b"RILLSESS" + (1).to_bytes(4, "little") + len(head).to_bytes(4, "little") + head
+    # Of even length, for which the target adds states; and one without.
+    seed("session", name, front + tokens[: 8 * 4] if len(front) % 2 == 0 else front + tokens[: 7 * 4 + 1])
+    seed("session", name + "-cut", front)
+
 def matrix(rows, cols, codec, group, codes, scales):
     return {"rows": rows, "cols": cols, "codec": {"name": codec, "group": group, "rate": 0, "width": 0}, "code_bytes": codes, "scale_bytes": scales}
 
