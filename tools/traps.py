@@ -203,7 +203,7 @@ FAULTS = [
         ("tokens.starts_with(seen)", "tokens.first() == seen.first()"),
     ], [SCHEDULER]),
     ("a_beginning_of_another_name_space_is_used", "crates/rill/src/prefix/name.rs", [
-        ("Hmac::new(namespace.as_bytes())", "Hmac::new(&namespace.as_bytes()[..0])"),
+        ("Hmac::new_from_slice(namespace.as_bytes())", "Hmac::new_from_slice(&namespace.as_bytes()[..0])"),
     ], [PREFIXES]),
     ("a_beginning_under_any_name", "crates/rill/src/prefix/disk.rs", [
         ("== tokens[..name.tokens] && note == name.to_string()", "== tokens[..name.tokens] && note != \"\""),
