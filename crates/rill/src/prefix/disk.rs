@@ -25,8 +25,8 @@ use crate::session::{Session, Snapshot};
 /// and times of such files tell is in `docs/memory.md`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PrefixDisk {
-    /// A folder of their own. It is made if it is not there, open to its owner alone; several schedulers,
-    /// also of other models, may share one.
+    /// A folder of their own. It is made if it is not there, open to its owner alone. Several schedulers
+    /// may share one, also of other models: what one writes the others find within half a minute.
     pub folder: PathBuf,
     /// Most bytes of all files; those that were used longest ago go first.
     pub max_bytes: u64,
