@@ -9,12 +9,12 @@ use std::ops::Range;
 
 use crate::codec::{PARTIALS, Vq, bf16_bytes, f16_at, f16_scales, join, mxfp4, q4, vq};
 use crate::lanes::{
-    Aligned, BLOCK, FEW, NEAR, PANEL, PANEL_ROWS, SCALES, SHARED, STEP, padded, products,
+    Aligned, BLOCK, FEW, NEAR, PANEL, PANEL_ROWS, SCALES, SHARED, STEP, lanes, padded, products,
 };
 use crate::matrix::Matrix;
 use crate::scalar;
 
-type Part = __m256;
+pub(crate) type Part = __m256;
 const WIDTH: usize = 8;
 const ROWS: [usize; 4] = [3, 2, 1, 1];
 const VQ_ROWS: usize = 2;
@@ -25,6 +25,24 @@ const SHORT_TILE: (usize, usize) = (2, 3);
 #[inline]
 fn part_splat(x: f32) -> Part {
     _mm256_set1_ps(x)
+}
+
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn part_add(a: Part, b: Part) -> Part {
+    _mm256_add_ps(a, b)
+}
+
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn part_sub(a: Part, b: Part) -> Part {
+    _mm256_sub_ps(a, b)
+}
+
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn part_mul(a: Part, b: Part) -> Part {
+    _mm256_mul_ps(a, b)
 }
 
 #[target_feature(enable = "avx2,fma")]
@@ -69,7 +87,7 @@ impl Format for F32 {
     #[inline]
     unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
         // SAFETY: the caller's promise.
-        unsafe { [load(codes.cast()), load(codes.add(64).cast())] }
+        unsafe { [load_at(codes.cast()), load_at(codes.add(64).cast())] }
     }
 }
 
@@ -99,7 +117,7 @@ impl Format for Bf16 {
 /// Sixteen bytes must be readable.
 #[target_feature(enable = "avx2,fma")]
 #[inline]
-unsafe fn widened(codes: *const u8) -> __m256 {
+pub(crate) unsafe fn widened(codes: *const u8) -> __m256 {
     // SAFETY: the caller's promise.
     let halves = _mm256_cvtepu16_epi32(unsafe { _mm_loadu_si128(codes.cast()) });
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves))
@@ -254,4 +272,5 @@ impl Format for Mxfp4 {
     }
 }
 
+lanes!("avx2,fma");
 products!("avx2,fma");

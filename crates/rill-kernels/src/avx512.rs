@@ -9,12 +9,12 @@ use std::ops::Range;
 
 use crate::codec::{PARTIALS, Vq, f16_at, f16_scales, join, mxfp4, q4, vq};
 use crate::lanes::{
-    Aligned, BLOCK, FEW, NEAR, PANEL, PANEL_ROWS, SCALES, SHARED, STEP, padded, products,
+    Aligned, BLOCK, FEW, NEAR, PANEL, PANEL_ROWS, SCALES, SHARED, STEP, lanes, padded, products,
 };
 use crate::matrix::Matrix;
 use crate::scalar;
 
-type Part = __m512;
+pub(crate) type Part = __m512;
 const WIDTH: usize = 16;
 const ROWS: [usize; 4] = [4, 4, 2, 2];
 const VQ_ROWS: usize = 4;
@@ -25,6 +25,24 @@ const SHORT_TILE: (usize, usize) = (4, 3);
 #[inline]
 fn part_splat(x: f32) -> Part {
     _mm512_set1_ps(x)
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn part_add(a: Part, b: Part) -> Part {
+    _mm512_add_ps(a, b)
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn part_sub(a: Part, b: Part) -> Part {
+    _mm512_sub_ps(a, b)
+}
+
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn part_mul(a: Part, b: Part) -> Part {
+    _mm512_mul_ps(a, b)
 }
 
 #[target_feature(enable = "avx512f")]
@@ -69,7 +87,7 @@ impl Format for F32 {
     #[inline]
     unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
         // SAFETY: the caller's promise.
-        unsafe { [load(codes.cast()), load(codes.add(64).cast())] }
+        unsafe { [load_at(codes.cast()), load_at(codes.add(64).cast())] }
     }
 }
 
@@ -93,7 +111,7 @@ impl Format for Bf16 {
 /// Sixteen bf16 as f32.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn widened(halves: __m256i) -> __m512 {
+pub(crate) fn widened(halves: __m256i) -> __m512 {
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
 }
 
@@ -222,4 +240,5 @@ impl Format for Mxfp4 {
     }
 }
 
+lanes!("avx512f,avx512bw,fma");
 products!("avx512f,avx512bw,fma");

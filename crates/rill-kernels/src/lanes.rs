@@ -15,8 +15,9 @@
 //! - a block of MXFP4 begins with −0, because its first term is a product and `fma(v, x, −0)` is that
 //!   product, where it would lose the sign of zero with +0.
 //!
-//! A module that uses [`products`] has in scope: `Part` (a register) with `WIDTH`, `part_splat`,
-//! `part_load`, `part_store` and `part_fma(a, b, c)` = a·b + c; `prefetch`; `ROWS` that `direct` takes
+//! A module that uses [`lanes`] has in scope: `Part` (a register) with `WIDTH`, `part_splat`, `part_load`,
+//! `part_store`, `part_add`, `part_sub`, `part_mul` and `part_fma(a, b, c)` = a·b + c. One that uses
+//! [`products`] has in scope what that defines; `prefetch`; `ROWS` that `direct` takes
 //! together for one to four vectors, and `VQ_ROWS` for one where weights are table entries; rows and
 //! vectors that `panels` takes together, so that their sums are registers: `TILE`, and `SHORT_TILE` where
 //! groups are so short that those of their rows should be as well; and the formats, types that are `Format`.
@@ -52,15 +53,113 @@ pub(crate) fn padded<const N: usize>(x: &[f32]) -> [f32; N] {
     out
 }
 
-/// Defines `matmul_f32`, `matmul_bf16`, `matmul_q8`, `matmul_q4` and `matmul_mxfp4` with the scalar
-/// kernels' signatures, for the given CPU features.
-macro_rules! products {
+/// Defines `Lanes`, sixteen f32, and the operations on them that products and `steps` share, for the given
+/// CPU features.
+macro_rules! lanes {
     ($features:literal) => {
         const PARTS: usize = PARTIALS / WIDTH;
 
         /// Sixteen f32.
-        type Lanes = [Part; PARTS];
+        pub(crate) type Lanes = [Part; PARTS];
 
+        #[target_feature(enable = $features)]
+        #[inline]
+        pub(crate) fn splat(x: f32) -> Lanes {
+            [part_splat(x); PARTS]
+        }
+
+        #[target_feature(enable = $features)]
+        #[inline]
+        pub(crate) fn add(a: Lanes, b: Lanes) -> Lanes {
+            let mut out = a;
+            for i in 0..PARTS {
+                out[i] = part_add(a[i], b[i]);
+            }
+            out
+        }
+
+        #[target_feature(enable = $features)]
+        #[inline]
+        pub(crate) fn sub(a: Lanes, b: Lanes) -> Lanes {
+            let mut out = a;
+            for i in 0..PARTS {
+                out[i] = part_sub(a[i], b[i]);
+            }
+            out
+        }
+
+        #[target_feature(enable = $features)]
+        #[inline]
+        pub(crate) fn mul(a: Lanes, b: Lanes) -> Lanes {
+            let mut out = a;
+            for i in 0..PARTS {
+                out[i] = part_mul(a[i], b[i]);
+            }
+            out
+        }
+
+        #[target_feature(enable = $features)]
+        #[inline]
+        pub(crate) fn fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+            let mut out = c;
+            for i in 0..PARTS {
+                out[i] = part_fma(a[i], b[i], c[i]);
+            }
+            out
+        }
+
+        #[target_feature(enable = $features)]
+        #[inline]
+        pub(crate) fn load(x: &[f32; PARTIALS]) -> Lanes {
+            // SAFETY: the array has sixteen values.
+            unsafe { load_at(x.as_ptr()) }
+        }
+
+        #[target_feature(enable = $features)]
+        #[inline]
+        pub(crate) fn store(x: Lanes, to: &mut [f32; PARTIALS]) {
+            // SAFETY: the array has sixteen values.
+            unsafe { store_at(x, to.as_mut_ptr()) };
+        }
+
+        /// # Safety
+        /// Sixteen values must be readable.
+        #[target_feature(enable = $features)]
+        #[inline]
+        pub(crate) unsafe fn load_at(x: *const f32) -> Lanes {
+            let mut out = splat(0.0);
+            for i in 0..PARTS {
+                // SAFETY: the caller's promise.
+                out[i] = unsafe { part_load(x.add(i * WIDTH)) };
+            }
+            out
+        }
+
+        /// # Safety
+        /// Sixteen values must be writable.
+        #[target_feature(enable = $features)]
+        #[inline]
+        unsafe fn store_at(x: Lanes, to: *mut f32) {
+            for i in 0..PARTS {
+                // SAFETY: the caller's promise.
+                unsafe { part_store(x[i], to.add(i * WIDTH)) };
+            }
+        }
+
+        #[target_feature(enable = $features)]
+        #[inline]
+        pub(crate) fn to_array(x: Lanes) -> [f32; PARTIALS] {
+            let mut out = [0.0; PARTIALS];
+            store(x, &mut out);
+            out
+        }
+    };
+}
+
+/// Defines `matmul_f32`, `matmul_bf16`, `matmul_q8`, `matmul_q4` and `matmul_mxfp4` with the scalar
+/// kernels' signatures, for the given CPU features.
+macro_rules! products {
+    ($features:literal) => {
         /// How the weights of a format are stored, and brought into lanes.
         trait Format {
             /// Bytes of thirty-two codes.
@@ -277,7 +376,7 @@ macro_rules! products {
             let (x, out) = (x.as_chunks::<PARTIALS>().0, out.as_chunks_mut::<PARTIALS>().0);
             for (x, out) in x.iter().zip(out) {
                 // SAFETY: both have sixteen values.
-                unsafe { store(F::arranged(load(x.as_ptr())), out.as_mut_ptr()) };
+                unsafe { store_at(F::arranged(load_at(x.as_ptr())), out.as_mut_ptr()) };
             }
         }
 
@@ -390,7 +489,7 @@ macro_rules! products {
                 let mut xs = [[splat(0.0); 2]; V];
                 for v in 0..V {
                     let x = x[v].as_ptr().add(at);
-                    xs[v] = [load(x), load(x.add(16))];
+                    xs[v] = [load_at(x), load_at(x.add(16))];
                 }
                 for i in 0..R {
                     let w = F::decode(rows[i].as_ptr().add(code));
@@ -578,8 +677,8 @@ macro_rules! products {
             // SAFETY: the caller's promise.
             unsafe {
                 let w = F::decode(codes);
-                store(F::natural(w[0]), out);
-                store(F::natural(w[1]), out.add(16));
+                store_at(F::natural(w[0]), out);
+                store_at(F::natural(w[1]), out.add(16));
             }
         }
 
@@ -683,56 +782,7 @@ macro_rules! products {
                 }
             }
         }
-
-        #[target_feature(enable = $features)]
-        #[inline]
-        fn splat(x: f32) -> Lanes {
-            [part_splat(x); PARTS]
-        }
-
-        #[target_feature(enable = $features)]
-        #[inline]
-        fn fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes {
-            let mut out = c;
-            for i in 0..PARTS {
-                out[i] = part_fma(a[i], b[i], c[i]);
-            }
-            out
-        }
-
-        /// # Safety
-        /// Sixteen values must be readable.
-        #[target_feature(enable = $features)]
-        #[inline]
-        unsafe fn load(x: *const f32) -> Lanes {
-            let mut out = splat(0.0);
-            for i in 0..PARTS {
-                // SAFETY: the caller's promise.
-                out[i] = unsafe { part_load(x.add(i * WIDTH)) };
-            }
-            out
-        }
-
-        /// # Safety
-        /// Sixteen values must be writable.
-        #[target_feature(enable = $features)]
-        #[inline]
-        unsafe fn store(x: Lanes, to: *mut f32) {
-            for i in 0..PARTS {
-                // SAFETY: the caller's promise.
-                unsafe { part_store(x[i], to.add(i * WIDTH)) };
-            }
-        }
-
-        #[target_feature(enable = $features)]
-        #[inline]
-        fn to_array(x: Lanes) -> [f32; PARTIALS] {
-            let mut out = [0.0; PARTIALS];
-            // SAFETY: the array has sixteen values.
-            unsafe { store(x, out.as_mut_ptr()) };
-            out
-        }
     };
 }
 
-pub(crate) use products;
+pub(crate) use {lanes, products};

@@ -9,12 +9,12 @@ use std::ops::Range;
 
 use crate::codec::{PARTIALS, Vq, bf16_bytes, f16_at, f16_scales, join, mxfp4, q4, vq};
 use crate::lanes::{
-    Aligned, BLOCK, FEW, NEAR, PANEL, PANEL_ROWS, SCALES, SHARED, STEP, padded, products,
+    Aligned, BLOCK, FEW, NEAR, PANEL, PANEL_ROWS, SCALES, SHARED, STEP, lanes, padded, products,
 };
 use crate::matrix::Matrix;
 use crate::scalar;
 
-type Part = float32x4_t;
+pub(crate) type Part = float32x4_t;
 const WIDTH: usize = 4;
 const ROWS: [usize; 4] = [2, 2, 1, 1];
 const VQ_ROWS: usize = 2;
@@ -25,6 +25,24 @@ const SHORT_TILE: (usize, usize) = (4, 3);
 #[inline]
 fn part_splat(x: f32) -> Part {
     vdupq_n_f32(x)
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn part_add(a: Part, b: Part) -> Part {
+    vaddq_f32(a, b)
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn part_sub(a: Part, b: Part) -> Part {
+    vsubq_f32(a, b)
+}
+
+#[target_feature(enable = "neon")]
+#[inline]
+fn part_mul(a: Part, b: Part) -> Part {
+    vmulq_f32(a, b)
 }
 
 #[target_feature(enable = "neon")]
@@ -66,7 +84,7 @@ impl Format for F32 {
     #[inline]
     unsafe fn decode(codes: *const u8) -> [Lanes; 2] {
         // SAFETY: the caller's promise.
-        unsafe { [load(codes.cast()), load(codes.add(64).cast())] }
+        unsafe { [load_at(codes.cast()), load_at(codes.add(64).cast())] }
     }
 }
 
@@ -96,7 +114,7 @@ impl Format for Bf16 {
 /// Sixteen bf16 as f32.
 #[target_feature(enable = "neon")]
 #[inline]
-fn widened(a: uint8x16_t, b: uint8x16_t) -> Lanes {
+pub(crate) fn widened(a: uint8x16_t, b: uint8x16_t) -> Lanes {
     let (a, b, zero) = (vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b), vdupq_n_u16(0));
     [
         vreinterpretq_f32_u16(vzip1q_u16(zero, a)),
@@ -130,7 +148,7 @@ impl Format for Q8 {
 /// Sixteen signed bytes as numbers.
 #[target_feature(enable = "neon")]
 #[inline]
-fn signed(bytes: int8x16_t) -> Lanes {
+pub(crate) fn signed(bytes: int8x16_t) -> Lanes {
     let (low, high) = (vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes));
     [
         vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))),
@@ -204,4 +222,5 @@ impl Format for Mxfp4 {
     }
 }
 
+lanes!("neon");
 products!("neon");

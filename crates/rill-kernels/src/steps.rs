@@ -15,7 +15,7 @@
 //!
 //! Rows that are not whole sixteens are left to the plain code: no published model has them.
 //!
-//! A module that uses [`steps`] has in scope: `Lanes` (sixteen f32), `zero`, `splat`, `load`, `store`,
+//! A module that uses [`steps`] has in scope: `Lanes` (sixteen f32), `splat`, `load`, `store`,
 //! `add`, `sub`, `mul`, `fma(a, b, c)` = a·b + c, `to_array`, `join4` (the tree that joins partial sums,
 //! for four at once), the decoders `f32s`, `bf16s`, `q8s`, `q4s`, and the tiles that its registers
 //! hold: `SCORES` and `MIX` (heads, positions or lanes), `STATE` (lanes) and `ROWS`.
@@ -38,7 +38,7 @@ macro_rules! steps {
         #[target_feature(enable = $features)]
         pub(crate) fn dot(w: &[f32], x: &[f32]) -> f32 {
             let ((ws, w_rest), (xs, x_rest)) = (w.as_chunks(), x.as_chunks());
-            let mut p = zero();
+            let mut p = splat(0.0);
             for (w, x) in ws.iter().zip(xs) {
                 p = fma(load(w), load(x), p);
             }
@@ -52,7 +52,7 @@ macro_rules! steps {
         #[target_feature(enable = $features)]
         pub(crate) fn sum(x: &[f32]) -> f32 {
             let (xs, rest) = x.as_chunks();
-            let mut p = zero();
+            let mut p = splat(0.0);
             for x in xs {
                 p = add(p, load(x));
             }
@@ -133,7 +133,7 @@ macro_rules! steps {
         ) {
             let width = v.len();
             let part = first..first + 16 * L;
-            let mut u = [zero(); L];
+            let mut u = [splat(0.0); L];
             for ((row, &a), &k) in state.chunks_exact(width).zip(decay).zip(k) {
                 let (row, _) = row[part.clone()].as_chunks();
                 for j in 0..L {
@@ -141,12 +141,12 @@ macro_rules! steps {
                 }
             }
             let (v, _) = v[part.clone()].as_chunks_mut();
-            let mut d = [zero(); L];
+            let mut d = [splat(0.0); L];
             for j in 0..L {
                 d[j] = mul(splat(beta), sub(load(&v[j]), u[j]));
                 store(d[j], &mut v[j]);
             }
-            let mut o = [zero(); L];
+            let mut o = [splat(0.0); L];
             for (i, row) in state.chunks_exact_mut(width).enumerate() {
                 let (a, k, q) = (splat(decay[i]), splat(k[i]), splat(q[i]));
                 let (row, _) = row[part.clone()].as_chunks_mut();
@@ -267,9 +267,9 @@ macro_rules! steps {
             for v in 0..V {
                 rows[v] = &block[(t + v) * width..].as_chunks().0[..n];
             }
-            let mut p = [[zero(); V]; R];
+            let mut p = [[splat(0.0); V]; R];
             for at in 0..n {
-                let mut row = [zero(); V];
+                let mut row = [splat(0.0); V];
                 for v in 0..V {
                     row[v] = load(&rows[v][at]);
                 }
@@ -282,7 +282,7 @@ macro_rules! steps {
             }
             for first in (0..R * V).step_by(4) {
                 let count = 4.min(R * V - first);
-                let mut four = [zero(); 4];
+                let mut four = [splat(0.0); 4];
                 for j in 0..count {
                     four[j] = p[(first + j) / V][(first + j) % V];
                 }
@@ -341,7 +341,7 @@ macro_rules! steps {
             out: &mut [f32],
         ) {
             let weights: &[[f32; ATTENTION_BLOCK]; R] = weights.first_chunk().expect("R heads");
-            let mut acc = [[zero(); L]; R];
+            let mut acc = [[splat(0.0); L]; R];
             for i in 0..R {
                 let (out, _) = out[i * rank + c..][..16 * L].as_chunks();
                 for j in 0..L {
@@ -350,7 +350,7 @@ macro_rules! steps {
             }
             for (t, row) in block.chunks_exact(width).enumerate().take(ATTENTION_BLOCK) {
                 let (row, _) = row[c..][..16 * L].as_chunks();
-                let mut latent = [zero(); L];
+                let mut latent = [splat(0.0); L];
                 for j in 0..L {
                     latent[j] = load(&row[j]);
                 }
@@ -444,7 +444,7 @@ macro_rules! grouped_columns {
                 let n = out.len();
                 let first = g * (group / 16) * $bytes;
                 let mut codes: [&[[u8; $bytes]]; R] = [&[]; R];
-                let mut scales = [zero(); R];
+                let mut scales = [splat(0.0); R];
                 for i in 0..R {
                     codes[i] = &m.codes[(r + i) * code_bytes + first..].as_chunks().0[..n];
                     scales[i] = splat(f16_at(&m.scales[(r + i) * scale_bytes..], g));

@@ -5,13 +5,11 @@ use std::arch::x86_64::*;
 
 use super::{HEADS, SCORED, steps};
 use crate::ATTENTION_BLOCK;
+use crate::avx2::{Lanes, add, fma, load, load_at, mul, splat, store, sub, to_array, widened};
 use crate::codec::{Codec, f16_at, join};
 use crate::latents::Latents;
 use crate::matrix::Matrix;
 use crate::scalar;
-
-#[derive(Clone, Copy)]
-struct Lanes(__m256, __m256);
 
 // Eight of sixteen registers are sums.
 const SCORES: (usize, usize) = (2, 2);
@@ -19,69 +17,8 @@ const MIX: (usize, usize) = (2, 2);
 const STATE: usize = 4;
 const ROWS: usize = 4;
 
-#[target_feature(enable = "avx2")]
-#[inline]
-fn zero() -> Lanes {
-    Lanes(_mm256_setzero_ps(), _mm256_setzero_ps())
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn splat(x: f32) -> Lanes {
-    Lanes(_mm256_set1_ps(x), _mm256_set1_ps(x))
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn add(a: Lanes, b: Lanes) -> Lanes {
-    Lanes(_mm256_add_ps(a.0, b.0), _mm256_add_ps(a.1, b.1))
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn sub(a: Lanes, b: Lanes) -> Lanes {
-    Lanes(_mm256_sub_ps(a.0, b.0), _mm256_sub_ps(a.1, b.1))
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn mul(a: Lanes, b: Lanes) -> Lanes {
-    Lanes(_mm256_mul_ps(a.0, b.0), _mm256_mul_ps(a.1, b.1))
-}
-
-#[target_feature(enable = "avx2,fma")]
-#[inline]
-fn fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes {
-    Lanes(_mm256_fmadd_ps(a.0, b.0, c.0), _mm256_fmadd_ps(a.1, b.1, c.1))
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn load(x: &[f32; 16]) -> Lanes {
-    // SAFETY: the array has sixteen values; any alignment will do.
-    unsafe { Lanes(_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(8))) }
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn store(x: Lanes, to: &mut [f32; 16]) {
-    // SAFETY: the array has sixteen values; any alignment will do.
-    unsafe {
-        _mm256_storeu_ps(to.as_mut_ptr(), x.0);
-        _mm256_storeu_ps(to.as_mut_ptr().add(8), x.1);
-    }
-}
-
-#[target_feature(enable = "avx2")]
-#[inline]
-fn to_array(x: Lanes) -> [f32; 16] {
-    let mut out = [0.0; 16];
-    store(x, &mut out);
-    out
-}
-
 /// Four vectors of partial sums, joined.
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 #[inline]
 fn join4([a, b, c, d]: [Lanes; 4]) -> [f32; 4] {
     let (ab, cd) = (join_quarters(a, b), join_quarters(c, d));
@@ -91,50 +28,41 @@ fn join4([a, b, c, d]: [Lanes; 4]) -> [f32; 4] {
     );
     // a and c lie in the low half, b and d in the high one, two sums left of each.
     let t = _mm256_add_ps(t, _mm256_permute_ps::<0b10_11_00_01>(t));
-    let t = to_array(Lanes(t, t));
+    let t = to_array([t, t]);
     [t[0], t[4], t[2], t[6]]
 }
 
 /// Four sums left of `a`, then of `b`.
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 #[inline]
 fn join_quarters(a: Lanes, b: Lanes) -> __m256 {
-    let (a, b) = (_mm256_add_ps(a.0, a.1), _mm256_add_ps(b.0, b.1));
+    let (a, b) = (_mm256_add_ps(a[0], a[1]), _mm256_add_ps(b[0], b[1]));
     _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
 }
 
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 #[inline]
 fn f32s(bytes: &[u8; 64]) -> Lanes {
-    let at = bytes.as_ptr().cast::<f32>();
     // SAFETY: sixteen values are 64 bytes; any alignment will do.
-    unsafe { Lanes(_mm256_loadu_ps(at), _mm256_loadu_ps(at.add(8))) }
+    unsafe { load_at(bytes.as_ptr().cast()) }
 }
 
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 #[inline]
 fn bf16s(bytes: &[u8; 32]) -> Lanes {
     let at = bytes.as_ptr();
-    // SAFETY: 32 bytes are readable; any alignment will do.
-    let (a, b) = unsafe { (_mm_loadu_si128(at.cast()), _mm_loadu_si128(at.add(16).cast())) };
-    Lanes(widened(a), widened(b))
+    // SAFETY: 32 bytes are readable.
+    unsafe { [widened(at), widened(at.add(16))] }
 }
 
-/// Eight bf16 as f32.
-#[target_feature(enable = "avx2")]
-#[inline]
-fn widened(halves: __m128i) -> __m256 {
-    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
-}
-
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 #[inline]
 fn q8s(codes: &[u8; 16]) -> Lanes {
     // SAFETY: 16 bytes are readable; any alignment will do.
     signed(unsafe { _mm_loadu_si128(codes.as_ptr().cast()) })
 }
 
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 #[inline]
 fn q4s(codes: &[u8; 8]) -> Lanes {
     // SAFETY: 8 bytes are readable; any alignment will do.
@@ -146,14 +74,14 @@ fn q4s(codes: &[u8; 8]) -> Lanes {
 }
 
 /// Sixteen signed bytes as numbers.
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 #[inline]
 fn signed(bytes: __m128i) -> Lanes {
     let high = _mm_unpackhi_epi64(bytes, bytes);
-    Lanes(
+    [
         _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
         _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)),
-    )
+    ]
 }
 
 steps!("avx2,fma");
