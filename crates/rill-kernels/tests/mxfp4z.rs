@@ -48,6 +48,26 @@ impl Source {
         Matrix::new(Codec::Mxfp4, self.rows, self.cols, &self.codes, &self.scales).unwrap()
     }
 
+    fn thinned(&self, hundredths: u16) -> Self {
+        let (codes, scales) = Mxfp4zMatrix::thinned(&self.matrix(), hundredths).unwrap();
+        Self { rows: self.rows, cols: self.cols, codes, scales }
+    }
+
+    /// ‖W − W′‖ / ‖W′‖.
+    fn distance(&self, from: &Self) -> f64 {
+        let (mut lost, mut all) = (0.0, 0.0);
+        let (mut a, mut b) = (vec![0.0; self.cols], vec![0.0; self.cols]);
+        for row in 0..self.rows {
+            self.matrix().decode_row(row, &mut a);
+            from.matrix().decode_row(row, &mut b);
+            for (&a, &b) in a.iter().zip(&b) {
+                lost += f64::from(a - b).powi(2);
+                all += f64::from(b).powi(2);
+            }
+        }
+        (lost / all).sqrt()
+    }
+
     /// Codes with +0 for −0.
     fn merged(&self) -> Vec<u8> {
         let merged = |nibble: u8| if nibble == 8 { 0 } else { nibble };
@@ -118,18 +138,65 @@ fn real_rows_take_at_most_3_63_bits_a_weight() {
 
 #[test]
 fn every_machine_makes_the_same_bytes() {
-    // FNV-1a.
-    let hash = |bytes: &[u8]| {
-        bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, &b| {
-            (hash ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
-        })
-    };
     let all: Vec<u8> =
         sources().iter().flat_map(|s| Mxfp4zMatrix::encode(&s.matrix()).unwrap()).collect();
     assert_eq!(hash(&all), FINGERPRINT, "{:#018x}", hash(&all));
+    let thinned = sources().into_iter().map(|source| source.thinned(300));
+    let thinned: Vec<u8> = thinned.flat_map(|s| [s.codes, s.scales].concat()).collect();
+    assert_eq!(hash(&thinned), THINNED_FINGERPRINT, "{:#018x}", hash(&thinned));
+}
+
+/// FNV-1a.
+fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, &b| {
+        (hash ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
 }
 
 const FINGERPRINT: u64 = 0x88e4_52f1_041a_34cf;
+const THINNED_FINGERPRINT: u64 = 0x153c_fa40_e30b_a579;
+
+#[test]
+fn thinned_real_rows_take_the_bits_asked_for_and_err_less_than_a_trellis_of_as_many() {
+    let source = real_rows();
+    // Errors of a trellis are 8.21 % at 3.39 bits and 6.53 % at 3.51.
+    for (hundredths, errors) in [(339, 0.07..0.079), (351, 0.03..0.04)] {
+        let thinned = source.thinned(hundredths);
+        let bytes = Mxfp4zMatrix::encode(&thinned.matrix()).unwrap();
+        let packed = Mxfp4zMatrix::new(source.rows, source.cols, &bytes).unwrap();
+        let bits = packed.payload_bits() as f64 / (source.rows * source.cols) as f64;
+        let error = thinned.distance(&source);
+        println!("{bits:.4} bits, error {error:.4}");
+        assert!((bits - f64::from(hundredths) / 100.0).abs() < 0.02, "{bits}");
+        assert!(errors.contains(&error), "{error}");
+    }
+}
+
+#[test]
+fn what_takes_no_more_bits_than_asked_for_stays_as_it_is() {
+    for source in sources() {
+        let thinned = source.thinned(1000);
+        assert!(thinned.codes == source.merged() && thinned.scales == source.scales);
+    }
+}
+
+#[test]
+fn thinned_weights_have_their_sign_and_at_most_twice_their_blocks_power_of_two() {
+    for source in sources() {
+        let thinned = source.thinned(150);
+        assert_eq!(
+            (thinned.codes.len(), thinned.scales.len()),
+            (source.codes.len(), source.scales.len())
+        );
+        let raised = |(&e, &to): (&u8, &u8)| e == to || to == e + 1 && to < 255;
+        assert!(source.scales.iter().zip(&thinned.scales).all(raised));
+        let fits = |from: u8, to: u8| to == 0 || from & 8 == to & 8 && from & 7 != 0;
+        let of_byte = |(&a, &b): (&u8, &u8)| fits(a & 15, b & 15) && fits(a >> 4, b >> 4);
+        assert!(source.codes.iter().zip(&thinned.codes).all(of_byte));
+    }
+    let other = Matrix::new(Codec::F32, 1, 32, &[0; 128], &[]).unwrap();
+    assert!(matches!(Mxfp4zMatrix::thinned(&other, 350), Err(LayoutError::Mxfp4z(_))));
+}
 
 #[test]
 fn products_have_the_bits_of_the_published_nibbles_with_every_kernel() {

@@ -44,6 +44,7 @@ mod product_avx512;
 mod product_neon;
 #[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 mod slots;
+mod thin;
 
 pub use format::Mxfp4zMatrix;
 pub use product::Mxfp4zKernels;

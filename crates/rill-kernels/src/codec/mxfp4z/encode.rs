@@ -47,8 +47,22 @@ impl Mxfp4zMatrix<'_> {
     }
 }
 
+/// How often each nibble occurs, by the exponent of its block.
+pub(super) struct Counts(pub(super) Vec<[u64; SYMBOLS]>);
+
+impl Counts {
+    pub(super) fn new() -> Self {
+        Self(vec![[0; SYMBOLS]; 256])
+    }
+
+    /// Counts a nibble of a block.
+    pub(super) fn add(&mut self, e: u8, nibble: u8) {
+        self.0[usize::from(e)][usize::from(merged(nibble))] += 1;
+    }
+}
+
 /// What a matrix's symbols are, and their frequencies.
-struct Coder {
+pub(super) struct Coder {
     /// Different exponents, ascending, unless there are too many.
     palette: Option<Vec<u8>>,
     /// First symbol of every exponent.
@@ -61,16 +75,19 @@ struct Coder {
 
 impl Coder {
     fn new(source: &Matrix<'_>) -> Self {
-        // Nibbles by exponent.
-        let mut counts = vec![[0u64; SYMBOLS]; 256];
+        let mut counts = Counts::new();
         let blocks = source.codes.as_chunks::<{ BLOCK / 2 }>().0;
         for (codes, &e) in blocks.iter().zip(source.scales) {
-            let counts = &mut counts[usize::from(e)];
             for code in codes {
-                counts[usize::from(merged(code & 15))] += 1;
-                counts[usize::from(merged(code >> 4))] += 1;
+                counts.add(e, code & 15);
+                counts.add(e, code >> 4);
             }
         }
+        Self::of(&counts)
+    }
+
+    /// For blocks of which `counts` are whole ones.
+    pub(super) fn of(Counts(counts): &Counts) -> Self {
         let blocks_of = |e: usize| counts[e].iter().sum::<u64>() / BLOCK as u64;
         let used: Vec<u8> = (0..=255).filter(|&e| blocks_of(usize::from(e)) > 0).collect();
         let palette = if used.len() <= SYMBOLS { Some(used) } else { None };
@@ -108,6 +125,28 @@ impl Coder {
         }
     }
 
+    /// Bits that a block's exponent takes; `None` where no block had it.
+    pub(super) fn exponent_bits(&self, e: u8) -> Option<f64> {
+        if self.palette.as_ref().is_some_and(|palette| !palette.contains(&e)) {
+            return None;
+        }
+        let upper = self.exponents.bits(self.upper[usize::from(e)])?;
+        match &self.lower {
+            None => Some(upper),
+            Some(lower) => Some(upper + lower.bits(e % 16)?),
+        }
+    }
+
+    /// Bits that a nibble takes in a block with this exponent; `None` where none was like it.
+    pub(super) fn nibble_bits(&self, e: u8, nibble: u8) -> Option<f64> {
+        self.table(e).bits(merged(nibble))
+    }
+
+    /// Of the nibbles of a block.
+    fn table(&self, e: u8) -> &Alphabet {
+        &self.nibbles[usize::from(self.upper[usize::from(e)] >= self.split)]
+    }
+
     fn header(&self) -> Vec<u8> {
         let mut out = vec![];
         out.extend(self.palette.iter().flatten());
@@ -133,8 +172,7 @@ impl Coder {
             let of = |lane: usize| {
                 let number = (rows.start + lane) * blocks + block;
                 let e = source.scales[number];
-                let table = &self.nibbles[usize::from(self.upper[usize::from(e)] >= self.split)];
-                (&source.codes[number * (BLOCK / 2)..][..BLOCK / 2], e, table)
+                (&source.codes[number * (BLOCK / 2)..][..BLOCK / 2], e, self.table(e))
             };
             for input in (0..BLOCK / 2).rev() {
                 for (lane, state) in states[..lanes].iter_mut().enumerate().rev() {
@@ -158,8 +196,17 @@ impl Coder {
     }
 }
 
+impl Alphabet {
+    /// Bits that a symbol takes; `None` where it does not occur.
+    fn bits(&self, symbol: u8) -> Option<f64> {
+        let frequency = self.frequency[usize::from(symbol)];
+        let bits = LOG2[SLOTS] - LOG2[usize::from(frequency)];
+        (frequency > 0).then_some(bits as f64 / f64::from(1 << LOG2_BITS))
+    }
+}
+
 /// +0 for −0.
-fn merged(nibble: u8) -> u8 {
+pub(super) fn merged(nibble: u8) -> u8 {
     if nibble == 8 { 0 } else { nibble }
 }
 
