@@ -398,9 +398,9 @@ pub(crate) struct ConvertArgs {
     #[arg(long, value_enum, conflicts_with = "experts")]
     pub(crate) quality: Option<Quality>,
 
-    /// Format of routed experts: source, f32, q8, q4, trellis:BITS with 2 to 3.5 bits in steps of an eighth, or
-    /// mxfp4z, which is mxfp4 without loss in fewer bytes; `source` keeps them bit for bit, which those of .waste
-    /// cannot be
+    /// Format of routed experts: source, f32, q8, q4, trellis:BITS with 2 to 3.5 bits in steps of an eighth,
+    /// mxfp4z, which is mxfp4 without loss in fewer bytes, or mxfp4z:BITS, which is the same with a little loss
+    /// in 3.2 to 3.6 bits; `source` keeps them bit for bit, which those of .waste cannot be
     #[arg(long, value_name = "FORMAT", default_value = "source", value_parser = experts)]
     pub(crate) experts: ExpertCodec,
 
@@ -784,7 +784,9 @@ fn experts(text: &str) -> Result<ExpertCodec, String> {
         "mxfp4z" => Some(ExpertCodec::Mxfp4z),
         _ => trellis(text).map(|rate| ExpertCodec::Trellis { rate }),
     };
-    codec.ok_or_else(|| format!("expected source, f32, q8, q4, mxfp4z or {TRELLIS}"))
+    codec.or_else(|| thinned(text)).ok_or_else(|| {
+        format!("expected source, f32, q8, q4, mxfp4z, mxfp4z:BITS (3.2 to 3.6) or {TRELLIS}")
+    })
 }
 
 fn trunk(text: &str) -> Result<TrunkCodec, String> {
@@ -804,6 +806,14 @@ fn trellis(text: &str) -> Option<u8> {
     let rate = text.strip_prefix("trellis:")?.parse::<f64>().ok()? * 8.0;
     let fits = (16.0..=32.0).contains(&rate) && rate.fract() == 0.0;
     fits.then_some(rate as u8)
+}
+
+/// The format of `mxfp4z:BITS`.
+fn thinned(text: &str) -> Option<ExpertCodec> {
+    let bits = text.strip_prefix("mxfp4z:")?.parse::<f64>().ok()?;
+    let hundredths = (bits * 100.0).round();
+    let fits = (320.0..=360.0).contains(&hundredths) && (bits * 100.0 - hundredths).abs() < 1e-6;
+    fits.then_some(ExpertCodec::Mxfp4zThinned { hundredths: hundredths as u16 })
 }
 
 fn seconds(text: &str) -> Result<f64, String> {

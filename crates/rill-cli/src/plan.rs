@@ -66,7 +66,8 @@ fn sizes(args: &PlanArgs) -> Result<(String, Sizes)> {
             ExpertCodec::Trellis { rate } => {
                 Recode::Trellis { rate: rate.into(), width: TRELLIS_WIDTH as usize }
             }
-            ExpertCodec::Mxfp4z => Recode::Mxfp4z,
+            // At most, of those that are thinned.
+            ExpertCodec::Mxfp4z | ExpertCodec::Mxfp4zThinned { .. } => Recode::Mxfp4z,
         };
         let trunk = match args.trunk {
             TrunkCodec::Source => Recode::Source,

@@ -20,13 +20,13 @@ use rill_format::container::{
     self, Bank, Checksum, CodecName, MANIFEST, Run, Stripe, TrunkTensor, fingerprint, hex,
 };
 use rill_format::{Checkpoint, Folder};
-use rill_kernels::{Codec, Matrix, Mxfp4zMatrix};
+use rill_kernels::{Codec, LayoutError, Matrix, Mxfp4zMatrix};
 
 use crate::banks::{Banks, Whole, whole};
 use crate::disk::{LineFile, OutFile, allocated_bytes, available_bytes, io_error, sync_folder};
 use crate::error::ConvertError;
 use crate::note::{NOTE, Note, SourceFile};
-use crate::plan::Plan;
+use crate::plan::{ExpertCodec, Plan};
 use crate::reclaim::{self, Deletion, Ledger, Reclaim, Reclaimed};
 use crate::sample::{Distance, LayerError, Sample};
 use crate::source::{ConvertSource, Form, SourceTensor, StoredBytes, kernel_codec};
@@ -577,12 +577,23 @@ impl Job<'_> {
             let shape = (matrix.rows, matrix.cols);
             let (rows, cols) = (matrix.rows as usize, matrix.cols as usize);
             let layout_error = |source| ConvertError::Layout { tensor: name.clone(), source };
-            let keeps_all = form.is(matrix.codec) || matrix.codec.name == CodecName::Mxfp4z;
+            let thinned = match self.plan.experts {
+                ExpertCodec::Mxfp4zThinned { hundredths } => Some(hundredths),
+                _ => None,
+            };
+            let keeps_all = thinned.is_none()
+                && (form.is(matrix.codec) || matrix.codec.name == CodecName::Mxfp4z);
             let sample = match keeps_all {
                 true => None,
                 false => Some(Sample::of(form, (rows, cols), &stored).map_err(layout_error)?),
             };
-            let (codes, scales) = transcode(form, matrix.codec, shape, stored, &name, 0)?;
+            let (codes, scales) = match thinned {
+                Some(hundredths) => {
+                    let packed = thin(hundredths, form, (rows, cols), stored);
+                    packed.map_err(layout_error)?
+                }
+                None => transcode(form, matrix.codec, shape, stored, &name, 0)?,
+            };
             if let Some(sample) = sample {
                 let codec = kernel_codec(matrix.codec).map_err(layout_error)?;
                 let of_matrix = Matrix::accepted(codec, rows, cols, &codes, &scales, &[]);
@@ -669,6 +680,22 @@ fn transcode(
         })?;
     }
     Ok((codes, scales))
+}
+
+/// Codes of an MXFP4 matrix in any of its forms as mxfp4z with a little loss.
+fn thin(
+    hundredths: u16,
+    form: Form,
+    (rows, cols): (usize, usize),
+    stored: StoredBytes,
+) -> Result<StoredBytes, LayoutError> {
+    let (codec, codes, scales) = trellis::by_rows(form, (rows, cols), stored)?;
+    let source = Matrix::new(codec, rows, cols, &codes, &scales)?;
+    let (codes, scales) = Mxfp4zMatrix::thinned(&source, hundredths)?;
+    let mut packed =
+        Mxfp4zMatrix::encode(&Matrix::new(Codec::Mxfp4, rows, cols, &codes, &scales)?)?;
+    packed.shrink_to_fit();
+    Ok((packed, Vec::new()))
 }
 
 /// Writes a run in order and sums it up.

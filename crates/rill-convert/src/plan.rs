@@ -42,6 +42,11 @@ pub enum ExpertCodec {
     },
     /// MXFP4 without loss in fewer bytes; the source must have MXFP4.
     Mxfp4z,
+    /// The same with a little loss in fewer bytes still: some blocks of weights get coarser.
+    Mxfp4zThinned {
+        /// Hundredths of bits that a weight shall take; from about 362 on nothing of K3's weights is lost.
+        hundredths: u16,
+    },
 }
 
 /// Format of the trunk's matrices; `place.rs` has the whole table.
@@ -418,14 +423,14 @@ fn plan_experts(
             ExpertCodec::Q8 => Codec::grouped(CodecName::Q8, GROUP),
             ExpertCodec::Q4 => Codec::grouped(CodecName::Q4, GROUP),
             ExpertCodec::Trellis { rate } => trellis_codec(matrix.form, rate, name)?,
-            ExpertCodec::Mxfp4z => {
+            ExpertCodec::Mxfp4z | ExpertCodec::Mxfp4zThinned { .. } => {
                 let codec = Codec::plain(CodecName::Mxfp4z);
                 if matrix.form != MXFP4 && !matrix.form.is(codec) {
                     return Err(ConvertError::Tensor {
                         tensor: name(),
                         reason: format!(
                             "is stored as {}, and only mxfp4 experts, which K3 is published with, become \
-                             mxfp4z without loss; choose --experts source",
+                             mxfp4z; choose --experts source",
                             matrix.form
                         ),
                     });

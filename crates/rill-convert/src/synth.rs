@@ -183,7 +183,7 @@ impl Synth {
                 let mut manifest =
                     Box::new(manifest(&shapes, &layout, trunk.0, &banks, &small_files));
                 let mut coded = None;
-                if options.experts == ExpertCodec::Mxfp4z {
+                if layout.varies() {
                     let made = Coded::new(options.seed, &shapes)?;
                     made.place(&layout, &mut manifest)?;
                     coded = Some(made);
@@ -674,7 +674,8 @@ fn record_layout(shapes: &Shapes, option: ExpertCodec) -> Result<RecordLayout, C
             };
             kernel_codec(trellis_codec(published, rate, tensor)?).map_err(layout_error)?
         }
-        ExpertCodec::Mxfp4z => Codec::Mxfp4z,
+        // Random weights are as many bits either way.
+        ExpertCodec::Mxfp4z | ExpertCodec::Mxfp4zThinned { .. } => Codec::Mxfp4z,
         ExpertCodec::Source if shapes.experts.mxfp4 => Codec::Mxfp4,
         ExpertCodec::Source => Codec::Bf16,
     };

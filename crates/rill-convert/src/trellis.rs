@@ -80,7 +80,7 @@ fn sample_rows(rows: usize, cols: usize) -> usize {
 }
 
 /// The bytes of a matrix in a format whose rows lie one after another.
-fn by_rows(
+pub(crate) fn by_rows(
     form: Form,
     (rows, cols): (usize, usize),
     (codes, scales): StoredBytes,

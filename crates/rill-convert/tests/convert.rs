@@ -52,6 +52,8 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 
 const LOSSLESS: (ExpertCodec, TrunkCodec) = (ExpertCodec::Source, TrunkCodec::Source);
 const SMALL: (ExpertCodec, TrunkCodec) = (ExpertCodec::Q8, TrunkCodec::Q4);
+const THINNED: (ExpertCodec, TrunkCodec) =
+    (ExpertCodec::Mxfp4zThinned { hundredths: 345 }, TrunkCodec::Source);
 const TRELLIS: (ExpertCodec, TrunkCodec) = (ExpertCodec::Trellis { rate: 23 }, TrunkCodec::Source);
 
 #[test]
@@ -114,6 +116,7 @@ fn the_error_of_each_layer_is_told_when_its_experts_are_done() {
     for (path, experts) in [
         ("fixtures/k3-tiny", TRELLIS.0),
         ("fixtures/k3-tiny", ExpertCodec::Q4),
+        ("models/k3-nano", ExpertCodec::Mxfp4zThinned { hundredths: 345 }),
         ("fixtures/kimi-linear-tiny", ExpertCodec::Q8),
     ] {
         let (mut layers, errors) = told(path, experts);
@@ -132,7 +135,7 @@ fn the_error_of_each_layer_is_told_when_its_experts_are_done() {
 
 #[test]
 fn any_number_of_jobs_writes_the_same_bytes() {
-    for codecs in [LOSSLESS, SMALL, TRELLIS] {
+    for codecs in [LOSSLESS, SMALL, TRELLIS, THINNED] {
         let one = tempfile::tempdir().unwrap();
         run("fixtures/k3-tiny", codecs, one.path(), 1).unwrap();
         let four = tempfile::tempdir().unwrap();

@@ -20,6 +20,9 @@ const ROTATED: (ExpertCodec, TrunkCodec) =
     (ExpertCodec::Trellis { rate: 24 }, TrunkCodec::Trellis { rate: 28 });
 const SMALL: (ExpertCodec, TrunkCodec) = (ExpertCodec::Trellis { rate: 19 }, TrunkCodec::Source);
 
+const THINNED: (ExpertCodec, TrunkCodec) =
+    (ExpertCodec::Mxfp4zThinned { hundredths: 345 }, TrunkCodec::Source);
+
 fn fingerprint(source: &dyn ConvertSource, codecs: (ExpertCodec, TrunkCodec)) -> String {
     let dir = tempfile::tempdir().unwrap();
     let plan = Plan::new(source, codecs.0, codecs.1).unwrap();
@@ -39,9 +42,10 @@ fn conversions_write_the_committed_bytes() {
     let waste = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/k3-tiny.waste");
     let waste = Waste::open(waste).unwrap();
     let cut = FirstLayers::new(&k3, 3).unwrap();
-    let sources: [(&str, &dyn ConvertSource, _, &str); 9] = [
+    let sources: [(&str, &dyn ConvertSource, _, &str); 10] = [
         ("k3-tiny", &k3, SOURCE, "1df5c82209a1bd3b9ed41f5492a5ca77"),
         ("k3-tiny", &k3, MXFP4Z, "1f4ff4ff9ff21e3779de994955ebb754"),
+        ("k3-tiny", &k3, THINNED, "22116265591baf2449b45b4d3a24b45b"),
         ("k3-tiny", &k3, Q8, "181af15ec301ec15b70371e04007be1b"),
         ("k3-tiny", &k3, Q4, "ba9106114a1be91b57fae1c1ebf91110"),
         ("k3-tiny, 3 layers", &cut, Q4, "c1c0aa512723937cf2fbe91d509ad20b"),

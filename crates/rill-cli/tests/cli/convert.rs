@@ -185,10 +185,23 @@ fn qualities_are_formats_that_belong_together() {
     let both = args!["convert", &source, to.path(), "--quality", "high", "--experts", "q8"];
     let message = rill(both).misused();
     assert!(message.contains("--quality") && message.contains("--experts"), "{message}");
-    for wrong in ["q5", "trellis", "trellis:3.1", "trellis:4.125", "trellis:x", "q8:3"] {
+    for wrong in [
+        "q5",
+        "trellis",
+        "trellis:3.1",
+        "trellis:4.125",
+        "trellis:x",
+        "q8:3",
+        "mxfp4z:3.1",
+        "mxfp4z:3.7",
+        "mxfp4z:3.455",
+        "mxfp4z:x",
+        "mxfp4z:",
+    ] {
         let message = rill(args!["convert", &source, to.path(), "--experts", wrong]).misused();
         assert!(message.contains("trellis:2.875") && message.contains(wrong), "{message}");
     }
+    rill(args!["convert", &source, to.path(), "--experts", "mxfp4z:3.45", "--estimate"]).done();
     let message = rill(args!["convert", &source, to.path(), "--experts", "trellis:4"]).failed();
     assert!(message.contains("mxfp4") && message.contains("3.5 bits"), "{message}");
     // What is in plain numbers is rotated, the trunk too.
