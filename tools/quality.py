@@ -18,7 +18,7 @@ MODEL = ROOT / "models/k3-nano"
 TRUNKS = ["source", "q8", "q4"]
 # What is measured: experts and trunk.
 CASES = [
-    *((experts, "source") for experts in ["source", "mxfp4z", "q8", "q4"]),
+    *((experts, "source") for experts in ["source", "mxfp4z", "mxfp4z:3.5", "q8", "q4"]),
     *((f"trellis:{bits}", "source") for bits in [3.5, 3.25, 3, 2.875, 2.5, 2.375, 2]),
     *(("source", trunk) for trunk in TRUNKS[1:]),
     *((f"trellis:{bits}", "q4") for bits in [3.25, 2.875, 2.375]),
