@@ -39,7 +39,8 @@ impl Mxfp4zMatrix<'_> {
         let n = SAMPLE_WEIGHTS.div_ceil(cols.max(1)).min(rows);
         let sample: Vec<Block> = (0..n).flat_map(|i| blocks(source, i * rows / n)).collect();
         let ways = Ways::new(&sample, f64::from(hundredths) / 100.0 * BLOCK as f64);
-        let (mut codes, mut scales) = (vec![], vec![]);
+        let mut codes = Vec::with_capacity(rows * cols / 2);
+        let mut scales = Vec::with_capacity(rows * cols / BLOCK);
         for (nibbles, e) in (0..rows).flat_map(|row| blocks(source, row)) {
             let way = ways.best(&nibbles, e);
             let nibble = |i: usize| way.nibbles[usize::from(nibbles[i])];
