@@ -23,8 +23,9 @@ const HALVINGS: usize = 24;
 type Block = ([u8; BLOCK], u8);
 
 impl Mxfp4zMatrix<'_> {
-    /// Codes and scales of an MXFP4 matrix near `source` that [`encode`](Self::encode) packs in about `hundredths` / 100 bits a weight,
-    /// headers and tables not counted; what takes no more as it is stays as it is but for the sign of zeros.
+    /// Codes and scales of an MXFP4 matrix near `source` that [`encode`](Self::encode) packs in about
+    /// `hundredths` / 100 bits a weight, headers and tables not counted; what takes no more as it is stays
+    /// as it is but for the sign of zeros.
     ///
     /// # Errors
     /// When `source` is not MXFP4.
