@@ -35,6 +35,7 @@ SCHEDULER = "-p rill --test scheduler"
 AGENDA = "-p rill --lib agenda"
 SAVED = "-p rill --test saved"
 FILES = "-p rill-stream --lib files"
+LATENTS = "-p rill --test latents"
 PREFIXES = "-p rill --test prefixes"
 
 # name, file, [(old, new) or (old, new, another file)], tests that must fail
@@ -131,12 +132,19 @@ FAULTS = [
          "compute.kernels.add(result, token);"),
     ], [HOSTILE]),
     ("a_token_sees_the_whole_chunk", "crates/rill/src/mla.rs", [
-        ("&cache[..(past + t + 1) * width]", "&cache[..(past + n) * width]"),
+        ("cache.first((past + t + 1) * width)", "cache.first((past + n) * width)"),
     ], [BITS, FIXTURES]),
-    ("attention_blocks_counted_from_the_end", "crates/rill-kernels/src/scalar.rs", [
-        ("for block in cache.chunks(ATTENTION_BLOCK * width) {",
-         "for block in cache.rchunks(ATTENTION_BLOCK * width).rev() {"),
-    ], [KERNELS, BITS]),
+    ("attention_blocks_counted_from_the_end", "crates/rill-kernels/src/latents.rs", [
+        ("(0..len).step_by(block).map(move |first| first..len.min(first + block))",
+         "(0..len).step_by(block).map(move |first| len.saturating_sub(first + block)..len - first)"
+         ".collect::<Vec<_>>().into_iter().rev()"),
+    ], [BITS]),
+    ("latents_read_with_the_wrong_exponent", "crates/rill-kernels/src/latents.rs", [
+        ("u32::from(bits) << 16", "u32::from(bits) << 15"),
+    ], [KERNELS]),
+    ("latents_not_rounded", "crates/rill/src/session.rs", [
+        ("LatentCache::new(home.latents)", "LatentCache::new(rill_kernels::LatentFormat::F32)"),
+    ], [LATENTS]),
     ("threads_get_wrong_rows", "crates/rill-kernels/src/pool.rs", [
         ("f(first..first + part.len() / per_row, part);",
          "f(0..part.len() / per_row, { let _ = first; part });"),
