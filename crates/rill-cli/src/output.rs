@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result};
-use rill_stream::{Access, WholeFile};
+use anyhow::{Context, Error, Result};
+use rill_stream::{Access, StreamError, WholeFile};
 
 /// How a command that did not fail ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,14 +56,22 @@ pub(crate) fn write_file(
     write: impl FnOnce(&mut dyn Write) -> Result<Outcome>,
 ) -> Result<Outcome> {
     let what = || format!("cannot write {}", path.display());
-    let mut file = WholeFile::create(path, Access::Usual).with_context(what)?;
+    let mut file = WholeFile::create(path, Access::Usual).map_err(nameless).with_context(what)?;
     // What went wrong elsewhere is not the file's fault.
     let outcome =
         write(&mut file).map_err(|e| if e.is::<io::Error>() { e.context(what()) } else { e })?;
     if outcome == Outcome::Done {
-        file.finish().with_context(what)?;
+        file.finish().map_err(nameless).with_context(what)?;
     }
     Ok(outcome)
+}
+
+/// What went wrong with a file that the message names already.
+fn nameless(error: StreamError) -> Error {
+    match error {
+        StreamError::Io { source, .. } => source.into(),
+        error => error.into(),
+    }
 }
 
 /// A number of bytes for people, in powers of 1,000.

@@ -223,6 +223,9 @@ fn a_dump_goes_through_a_link_and_never_over_a_device() {
         assert!(message.contains(&format!("cannot write {}", path.display())), "{message}");
         assert!(message.contains("not a regular file"), "{message}");
     }
+    let nowhere = folder.path().join("missing/file");
+    let message = rill(args!["eval", "x", "--dump-logits", &nowhere]).failed();
+    assert_eq!(message.matches(&*nowhere.display().to_string()).count(), 1, "{message}");
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 3);
 }
 
