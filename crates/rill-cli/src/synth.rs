@@ -25,6 +25,9 @@ pub(crate) fn run(args: &SynthArgs) -> Result<Outcome> {
         ),
         Format::Waste => SynthFormat::Waste,
     };
+    if let Some(ExpertCodec::Mxfp4zThinned { .. }) = args.experts {
+        crate::prompt::usage("random weights have no loss to choose by: take --experts mxfp4z");
+    }
     let synth = Synth::new(
         model.config(),
         &SynthOptions {

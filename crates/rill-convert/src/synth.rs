@@ -674,7 +674,7 @@ fn record_layout(shapes: &Shapes, option: ExpertCodec) -> Result<RecordLayout, C
             };
             kernel_codec(trellis_codec(published, rate, tensor)?).map_err(layout_error)?
         }
-        // Random weights are as many bits either way.
+        // Random weights have no loss to choose by: they are made as without any.
         ExpertCodec::Mxfp4z | ExpertCodec::Mxfp4zThinned { .. } => Codec::Mxfp4z,
         ExpertCodec::Source if shapes.experts.mxfp4 => Codec::Mxfp4,
         ExpertCodec::Source => Codec::Bf16,

@@ -71,3 +71,10 @@ fn stopped_it_leaves_no_container_and_says_what_to_do() {
     assert!(stderr.contains("is no container, remove it"), "{stderr}");
     assert!(!out.join("manifest.json").exists());
 }
+
+#[test]
+fn a_loss_that_random_weights_cannot_choose_is_refused() {
+    let args = args!["synth", "--like", "kimi-k3", "--experts", "mxfp4z:3.4", "--estimate"];
+    let message = rill(args).misused();
+    assert!(message.contains("take --experts mxfp4z"), "{message}");
+}
