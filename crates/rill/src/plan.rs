@@ -20,7 +20,8 @@ pub use sizes::{Recode, Sizes, TokenWeights};
 /// allocator keeps for itself.
 pub const PROCESS_BYTES: u64 = 48 << 20;
 /// What a thread that computes or reads touches of its stack and its part of the heap: 27 kB were
-/// measured with the demo model, 144 KiB is a block of K3's latents that were kept as halves, and allocators keep a part of the heap for each.
+/// measured with the demo model, a block of K3's latents that are kept as halves takes 144 KiB more
+/// while it is read, and allocators keep a part of the heap for each.
 pub const THREAD_BYTES: u64 = 256 << 10;
 /// What a published checkpoint's index takes for each tensor: 159 bytes were measured with K3's
 /// 497,220, to which the engine adds up to 12 to find the tensors of an expert.

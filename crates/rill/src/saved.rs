@@ -1,8 +1,7 @@
 //! Sessions in files.
 //!
 //! A file appears whole or not at all, so an interrupted save leaves the file that was there before. It
-//! is for the model that wrote it, and for no other: its latents and states mean
-//! nothing to other weights. All numbers are little-endian:
+//! is for the model that wrote it, and for no other: its latents and states mean nothing to other weights. All numbers are little-endian:
 //!
 //! | bytes | what |
 //! |---|---|
@@ -11,8 +10,7 @@
 //! | 4 | length of the head |
 //! | head | JSON: `model`, `tokens` (how many), `note` (the caller's), `latents` (`f16` or `bf16`; else f32) |
 //! | 4 each | the tokens |
-//! | 4 each | of each layer: a KDA layer's heads, then q, k and v convolution inputs; an MLA layer's cache, |
-//! | 2 each | if its latents are halves |
+//! | 4 each | of each layer: a KDA layer's heads, then q, k and v convolution inputs; an MLA layer's cache (2 each as halves) |
 //! | 8 | XXH3-64 of all that comes before |
 
 use std::fs::{self, File};
